@@ -1,0 +1,201 @@
+"""process_group(...): from Ranks to a running torch.distributed; on_main(...), gather(...): talk between ranks.
+
+with process_group(read_ranks(os.environ), backend="auto", timeout_s=120) as group:
+    train(group)  # owns the model, and has let go of it when it returns
+"""
+
+import faulthandler
+import gc
+import json
+import os
+import socket
+import time
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Callable, Iterator, List, Tuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_examples.core.exits import Exit, refuse, say
+from ddp_examples.core.ranks import Ranks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The running group as one rank sees it."""
+
+    ranks: Ranks
+    backend: str  # "gloo" or "nccl"
+    why: str  # that backend
+    device: torch.device  # of this rank
+    host: str = field(default_factory=socket.gethostname)
+    started: float = field(default_factory=time.time)  # seconds since 1970
+
+    @property
+    def is_main(self) -> bool:
+        return self.ranks.rank == 0
+
+
+class MainRankError(RuntimeError):
+    """What rank 0 was doing in on_main failed; raised on every other rank with rank 0's words."""
+
+
+@contextmanager
+def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, debug: bool = False) -> Iterator[Group]:
+    """Open the default process group, and close it when the block has succeeded.
+
+    `backend` is "auto", "gloo" or "nccl"; the ranks agree on one, and where it can't be had end with status 4. Tensors
+    on the CPU can always be used in collectives. A collective that takes longer than `timeout_s` seconds is an error.
+
+    The block must not keep a DDP model alive (call a function that owns it): see _close. On an error the group is left
+    as it is: destroying it makes the peers fail in their collectives while the rank at fault is still on its way out,
+    and torchrun then names a peer (the right rank 7 of 20 times with destroy in `finally`, 20 of 20 without).
+    """
+    timeout = timedelta(seconds=timeout_s)
+    before = dist.get_debug_level(), torch.is_anomaly_enabled()
+    if debug:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # every collective is compared over the ranks before it runs
+        torch.autograd.set_detect_anomaly(True)  # a NaN gradient names the forward operation that it comes from
+        faulthandler.enable()
+    store = _open_store(ranks, timeout)
+    name, why = _agree(store, ranks, *choose_backend(backend, ranks, torch.cuda.device_count()))
+    device = torch.device("cuda", ranks.local_rank) if name == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before init: else each rank also takes memory on GPU 0
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo",
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models))
+    try:
+        yield Group(ranks, name, why, device)
+    except BaseException:
+        if ranks.world_size == 1:
+            _close(models)
+        raise
+    else:
+        _close(models)
+    finally:
+        hook.remove()
+        dist.set_debug_level(before[0])
+        torch.autograd.set_detect_anomaly(before[1])
+
+
+def choose_backend(wanted: str, ranks: Ranks, gpus: int) -> Tuple[str, str]:
+    """(backend, why) as this rank sees it on a node with `gpus` GPUs; ("", why) if what is wanted can't be had."""
+    host = socket.gethostname()
+    if wanted == "gloo":
+        return "gloo", "asked for"
+    if not dist.is_nccl_available():
+        lack = f"torch {torch.__version__} was built without nccl"
+    elif gpus == 0:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        lack = f"no GPU on {host}" + (f" (CUDA_VISIBLE_DEVICES={hidden})" if hidden is not None else "")
+    elif gpus < ranks.local_world_size:
+        lack = f"{ranks.local_world_size} ranks but {gpus} GPU{'s' * (gpus > 1)} on {host}"
+    else:
+        return "nccl", "asked for" if wanted == "nccl" else "a GPU for every rank"
+    if wanted == "auto":
+        return "gloo", lack
+    cure = f"--nproc_per_node={gpus} or backend=gloo" if 0 < gpus < ranks.local_world_size else "backend=gloo"
+    return "", f"backend=nccl can't run: {lack}. Use {cure}"
+
+
+def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
+    """The store that the ranks meet in. A world of one that no launcher started needs no port and no environment."""
+    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if absent:
+        refuse(
+            Exit.USAGE, f"{' and '.join(absent)} not set, so the ranks can't meet: start with torchrun", ranks.rank == 0
+        )
+    store: dist.Store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)))[0]
+    return store
+
+
+def _agree(store: dist.Store, ranks: Ranks, name: str, why: str) -> Tuple[str, str]:
+    """What all ranks can do, or all end: nodes may differ, and ranks with different backends wait for each other."""
+    store.set(f"backend/{ranks.rank}", json.dumps([name, why]))
+    if ranks.rank == 0:
+        found = [json.loads(store.get(f"backend/{rank}")) for rank in range(ranks.world_size)]
+        first = min(found, key=lambda one: ("", "gloo", "nccl").index(one[0]))
+        if not first[0]:
+            say(first[1])
+        store.set("backend", json.dumps(first))
+    name, why = json.loads(store.get("backend"))
+    if not name:
+        raise SystemExit(int(Exit.UNABLE))
+    return name, why
+
+
+def _remember(owner: torch.nn.Module, models: "weakref.WeakSet[torch.nn.Module]") -> None:
+    if isinstance(owner, DistributedDataParallel):  # the hook runs when DDP takes the model as its submodule
+        models.add(owner)
+
+
+def _close(models: "weakref.WeakSet[torch.nn.Module]") -> None:
+    """Free the DDP models, then destroy the group; the other way round is a fault in torch (seen with 2.13, gloo).
+
+    A Reducer that outlives the group holds the last reference to it. Its destructor joins gloo's run loop while holding
+    the GIL, and that thread, freeing the last all_reduce, waits for the GIL: a deadlock (5 of 10 runs of 16 ranks), or
+    `terminate called without an active exception`, status -6 (twice in about 70 runs of 4 ranks). To see it: keep the
+    model in a global of a script that ends with destroy_process_group, and start 16 ranks.
+    """
+    if models:
+        gc.collect()  # models in reference cycles; costs 0.2 s with torch loaded, so only when some are left
+    for model in models:
+        del model.reducer, model.logger  # someone still holds the model; both hold the Reducer, and it must go now
+    dist.destroy_process_group()
+
+
+def gather(value: Any) -> List[Any]:
+    """Every rank's `value`, in rank order, on every rank. Collective.
+
+    Values are what JSON can carry (tuples come back as lists): torch's all_gather_object needs numpy, and unpickles.
+    """
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    longest = int(max(sizes))
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]
+
+
+def average(value: float) -> float:
+    """The mean over the ranks of a number that each rank has, on every rank. Collective."""
+    return float(sum(gather(value))) / dist.get_world_size()
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Rank 0 calls `work`; every rank gets the value, or the failure. Collective: `path = on_main(newest_checkpoint)`.
+
+    The value is one that JSON can carry. Where `work` raises, rank 0 raises that, and the others MainRankError.
+    """
+    outcome: Tuple[Any, str] = (None, "")
+    failure = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = (work(), "")
+        except Exception as error:
+            failure = error
+            outcome = (None, f"rank 0 on {socket.gethostname()}: {type(error).__name__}: {error}")
+    value, message = gather(outcome)[0]
+    if failure is not None:
+        raise failure
+    if message:
+        raise MainRankError(message)
+    return value  # type: ignore[no-any-return]

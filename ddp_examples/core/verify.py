@@ -1,0 +1,133 @@
+"""Proofs that a distributed run did what it should. Each returns a Check, the same on every rank, and is collective."""
+
+import ctypes
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Callable, Dict, List, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_examples.core.group import gather
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was `measured`, and how much of it is `allowed`; `detail` says where it went wrong."""
+
+    name: str
+    measured: float
+    allowed: float
+    passed: bool
+    detail: str = ""
+
+
+def at_most(name: str, measured: float, allowed: float, detail: str = "") -> Check:
+    """A check that passes if measured <= allowed (so NaN fails); the detail is kept when it fails."""
+    passed = measured <= allowed
+    return Check(name, measured, allowed, passed, "" if passed else detail)
+
+
+def replicas_identical(model: nn.Module) -> Check:
+    """Parameters and buffers are the same on all ranks, to the last bit. Measured: ranks unlike the majority."""
+    odd: Dict[int, str] = {}
+    digests = {name: digest(tensor) for name, tensor in model.state_dict().items()}
+    whole = hashlib.sha256("".join(digests.values()).encode()).hexdigest()
+    if len(set(gather(whole))) > 1:  # the names go around only when there is something to name
+        everyones = gather(digests)
+        for name in digests:
+            by_rank = [theirs.get(name) for theirs in everyones]
+            usual = Counter(by_rank).most_common(1)[0][0]
+            for rank, mine in enumerate(by_rank):
+                if mine != usual:
+                    odd.setdefault(rank, name)
+    detail = "; ".join(f"rank {rank} differs first in {name}" for rank, name in sorted(odd.items()))
+    return at_most("replicas identical (ranks that differ)", len(odd), 0, detail)
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of the tensor's bytes: NaN equals NaN, and -0.0 is not 0.0. Through ctypes, for numpy may be absent."""
+    flat = tensor.detach().cpu().contiguous()
+    size = flat.numel() * flat.element_size()
+    return hashlib.sha256((ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"").hexdigest()
+
+
+def gradient_is_global(
+    ddp: nn.Module, loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor], x: Tensor, y: Tensor
+) -> Check:
+    """After backward: DDP's gradient is the gradient of the whole global batch, computed by one process without DDP.
+
+    `x` and `y` are this rank's part, `loss_of(model, x, y)` the mean loss over it; parts have equal sizes on all ranks.
+    Measured: the largest difference of an element, on any rank, divided by the largest element of the gradient. Both
+    sum the same float32 products in another order, which alone makes about 1e-7; 1e-5 is allowed.
+    """
+    module: nn.Module = ddp.module  # type: ignore[assignment]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    whole_loss = loss_of(module, everyones(x), everyones(y))
+    whole = torch.autograd.grad(whole_loss, parameters)  # does not touch .grad, and DDP does not see it
+    largest = max(float(gradient.abs().max()) for gradient in whole)
+    differences = [_difference(parameter.grad, gradient) for parameter, gradient in zip(parameters, whole)]
+    by_rank = gather(max(differences) / max(largest, 1e-30))
+    worst = max(range(len(by_rank)), key=lambda rank: by_rank[rank])
+    return at_most("gradient = whole batch's (relative difference)", by_rank[worst], 1e-5, f"largest on rank {worst}")
+
+
+def _difference(mine: "Tensor | None", whole: Tensor) -> float:
+    difference = float("inf") if mine is None else float((mine - whole).abs().max())
+    return difference if difference == difference else float("inf")  # NaN compares as smaller than everything
+
+
+def everyones(part: Tensor) -> Tensor:
+    """The parts of all ranks, of equal shape, in rank order, as one tensor."""
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts)
+
+
+def shards_cover(seen: Sequence[int], size: int) -> Check:
+    """The samples `seen` by the ranks in one epoch are disjoint, and together the whole set of `size` samples.
+
+    All ranks must take as many, so where the world size does not divide `size`, DistributedSampler repeats the first few
+    samples: so many repeats are right, and no others. Measured: samples that are missing or repeated beyond that.
+    """
+    shards: List[List[int]] = gather(list(seen))
+    padding = -size % len(shards)
+    times = Counter(index for shard in shards for index in shard)
+    missing = size - len(times.keys() & set(range(size)))
+    repeats = sum(times.values()) - len(times)
+    wrong = missing + abs(repeats - padding)
+    detail = f"{missing} missing, {repeats} repeated where {padding} fill up the last step"
+    return at_most("shards disjoint, and cover the set (samples)", wrong, 0, detail)
+
+
+def count_right(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    """How many of the samples the model classifies right, together over all ranks.
+
+    Rank r takes samples r, r + world size, ...: each sample once, without the repeats of a DistributedSampler, so the
+    number is the same for any number of ranks.
+    """
+    part = slice(dist.get_rank(), None, dist.get_world_size())
+    return int(sum(gather(right_of(model, x[part], y[part]))))
+
+
+@torch.no_grad()
+def right_of(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    was_training = model.training
+    model.eval()
+    right = int((model(x).argmax(dim=1) == y).sum())
+    model.train(was_training)
+    return right
+
+
+def same_as_alone(model: nn.Module, x: Tensor, y: Tensor) -> Check:
+    """count_right over all ranks is what each rank counts alone on the whole set. Measured: the largest difference."""
+    together = count_right(model, x, y)
+    alone = gather(right_of(model, x, y))
+    detail = f"{together} right together; alone: " + ", ".join(
+        f"rank {rank} {right}" for rank, right in enumerate(alone)
+    )
+    return at_most(
+        "test accuracy independent of ranks (samples)", max(abs(right - together) for right in alone), 0, detail
+    )
