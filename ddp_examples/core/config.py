@@ -99,9 +99,10 @@ def _load(demo: DemoFile, params: Type[Any], argv: Sequence[str], ranks: Ranks) 
 
 def chosen_demo(argv: Sequence[str], ranks: Ranks) -> DemoFile:
     """The demo that `argv` selects by demo=NAME, else the one that config.yaml selects."""
-    names = [argument[len("demo=") :] for argument in argv if argument.startswith("demo=")]
+    names = [argument[len("demo=") :] for argument in reversed(argv) if argument.startswith("demo=")]
     some = next(iter(demos().values()))
-    name = names[-1] if names else str(_read(some.conf_files("config.yaml")[0]).get("demo"))
+    names = names or [str(content["demo"]) for content in map(_read, some.conf_files("config.yaml")) if "demo" in content]
+    name = names[0]
     if name not in demos():
         refuse(Exit.USAGE, f"demo={name}: no such demo. {_nearest(name, list(demos()), 'demo=')}", ranks.rank == 0)
     return demos()[name]
@@ -116,7 +117,7 @@ def build_config(demo: DemoFile, params: Type[Any], argv: Sequence[str]) -> Conf
     tree = _typed_tree(params)
     choices = {"backend": "auto", **_lay_over(tree, demo.conf_files("config.yaml")), **chosen, "demo": demo.name}
     for group, choice in choices.items():
-        _lay_over(tree[group], _choicedemo.conf_files(group, str(choice)), prefix=f"{group}.")
+        _lay_over(tree[group], _choice_files(demo, group, str(choice)), prefix=f"{group}.")
     tree.name, tree.backend.name = demo.name, choices["backend"]
     types = key_types(params)
     for key, text in arguments:

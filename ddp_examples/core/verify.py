@@ -89,8 +89,8 @@ def everyones(part: Tensor) -> Tensor:
 def shards_cover(seen: Sequence[int], size: int) -> Check:
     """The samples `seen` by the ranks in one epoch are disjoint, and together the whole set of `size` samples.
 
-    All ranks must take as many, so where the world size does not divide `size`, DistributedSampler repeats the first few
-    samples: so many repeats are right, and no others. Measured: samples that are missing or repeated beyond that.
+    All ranks must take as many, so where the world size does not divide `size`, DistributedSampler repeats the first
+    few: so many repeats are right, and no others. Measured: samples that are missing or repeated beyond that.
     """
     shards: List[List[int]] = gather(list(seen))
     padding = -size % len(shards)
