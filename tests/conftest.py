@@ -13,11 +13,7 @@ from ddp_examples.core.ranks import Ranks
 
 def children() -> set:
     """Pids of this process's children."""
-    return {
-        int(pid)
-        for task in Path("/proc/self/task").glob("*")
-        for pid in (task / "children").read_text().split()
-    }
+    return {int(pid) for task in Path("/proc/self/task").glob("*") for pid in (task / "children").read_text().split()}
 
 
 @pytest.fixture(autouse=True)

@@ -101,7 +101,9 @@ def chosen_demo(argv: Sequence[str], ranks: Ranks) -> DemoFile:
     """The demo that `argv` selects by demo=NAME, else the one that config.yaml selects."""
     names = [argument[len("demo=") :] for argument in reversed(argv) if argument.startswith("demo=")]
     some = next(iter(demos().values()))
-    names = names or [str(content["demo"]) for content in map(_read, some.conf_files("config.yaml")) if "demo" in content]
+    names = names or [
+        str(content["demo"]) for content in map(_read, some.conf_files("config.yaml")) if "demo" in content
+    ]
     name = names[0]
     if name not in demos():
         refuse(Exit.USAGE, f"demo={name}: no such demo. {_nearest(name, list(demos()), 'demo=')}", ranks.rank == 0)
