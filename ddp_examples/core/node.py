@@ -4,12 +4,12 @@ python -m ddp_examples.core.node [-n RANKS] [--dry-run] [group=choice | key=valu
 """
 
 import os
-import signal
 import sys
 from typing import List
 
+from ddp_examples.core.agent import run_agent
 from ddp_examples.core.config import chosen_demo, load_config_of
-from ddp_examples.core.exits import Exit, say
+from ddp_examples.core.exits import Exit
 from ddp_examples.core.launch import (
     USAGE,
     allowed_cpus,
@@ -19,9 +19,6 @@ from ddp_examples.core.launch import (
     torchrun_arguments,
 )
 from ddp_examples.core.ranks import Ranks
-
-# Ranks that end so have said why, and the others end so too: there is no culprit to name.
-SPOKEN = (Exit.USAGE, Exit.CHECK_FAILED, Exit.UNABLE, Exit.LATER)
 
 
 def main(argv: List[str]) -> int:
@@ -39,33 +36,6 @@ def main(argv: List[str]) -> int:
         return Exit.OK
     os.environ.update(added)
     return run_agent(arguments)
-
-
-def run_agent(arguments: List[str]) -> int:
-    """torch.distributed.run in this process; returns the status of the rank that failed first.
-
-    Run as a program it would return 1, whatever the rank's status was.
-    """
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    try:
-        run.run(run.parse_args(arguments))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode not in SPOKEN:
-            how = (
-                f"signal {signal.Signals(-failure.exitcode).name}"
-                if failure.exitcode < 0
-                else f"status {failure.exitcode}"
-            )
-            say(f"rank {rank} failed first, with {how}; {len(error.failures) - 1} others after it")
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as error:
-        say(f"ended by {signal.Signals(error.sigval).name}; all ranks are ended")
-        return 128 + error.sigval
-    return Exit.OK
 
 
 if __name__ == "__main__":
