@@ -13,7 +13,7 @@ has_project() {
 import os, sys
 from importlib.util import find_spec
 root, names = sys.argv[1], ["omegaconf", "torch", *sys.argv[2:]]
-sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]
+sys.path[:] = [path for path in sys.path if path]  # "" is the current folder; installed is what counts
 spec = find_spec("ddp_examples")
 here = spec is not None and os.path.realpath(os.path.dirname(os.path.dirname(spec.origin))) == os.path.realpath(root)
 sys.exit(not (here and sys.version_info >= (3, 9) and all(map(find_spec, names))))
