@@ -49,6 +49,17 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """For launch/*.sh and the ranks they start; plain torchrun does as it does."""
+
+    start: str  # forkserver, spawn
+
+    def __post_init__(self) -> None:
+        if self.start not in ("forkserver", "spawn"):
+            raise ValueError(f"launch.start={self.start}: forkserver or spawn")
+
+
+@dataclass(frozen=True)
 class Config:
     """What a run was asked to do. Paths are absolute; `demo` is the demo's own Params."""
 
@@ -56,6 +67,7 @@ class Config:
     demo: Any
     backend: Backend
     checkpoint: Checkpoint
+    launch: Launch
     report: Optional[str]
     seed: int
     debug: bool
@@ -147,8 +159,7 @@ def split_arguments(argv: Sequence[str]) -> List[Tuple[str, str]]:
 def key_types(params: Type[Any]) -> Dict[str, Any]:
     """All keys that can be set, dotted, with their types: `{"demo.epochs": int, "backend.timeout_s": float, ...}`."""
     types = _hints(Config)
-    for name in ("backend", "checkpoint", "demo"):
-        section = params if name == "demo" else types[name]
+    for name, section in _sections(params).items():
         types.update((f"{name}.{key}", kind) for key, kind in _hints(section).items())
         del types[name]
     del types["name"], types["backend.name"]  # set by demo=NAME, backend=NAME
@@ -173,10 +184,14 @@ def _hints(section: Type[Any]) -> Dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
+def _sections(params: Type[Any]) -> Dict[str, Type[Any]]:
+    return {"demo": params, "backend": Backend, "checkpoint": Checkpoint, "launch": Launch}
+
+
 def _typed_tree(params: Type[Any]) -> DictConfig:
     tree = OmegaConf.structured(Config)
     OmegaConf.set_readonly(tree, False)  # the dataclasses are frozen; here their values are gathered
-    for name, section in (("backend", Backend), ("checkpoint", Checkpoint), ("demo", params)):
+    for name, section in _sections(params).items():
         tree[name] = OmegaConf.structured(section)
         OmegaConf.set_readonly(tree[name], False)
     return typing.cast(DictConfig, tree)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Dict, List, Mapping, Sequence, Tuple
 
@@ -49,12 +50,20 @@ def torchrun_arguments(ranks: int, module: str, settings: Sequence[str]) -> List
     ]
 
 
-def rank_environment(ranks: int, env: Mapping[str, str], cpus: int) -> Dict[str, str]:
-    """Variables to add for the ranks. OMP_NUM_THREADS: the CPUs we may use, shared among the ranks.
+def rank_environment(ranks: int, env: Mapping[str, str], cpus: int, platform: str = sys.platform) -> Dict[str, str]:
+    """Variables to add for the ranks of a run on one node; what the user has set stays.
 
-    torchrun would set it to 1, with a banner that people take for the error.
+    OMP_NUM_THREADS: the CPUs we may use, shared among the ranks. torchrun would set it to 1, with a banner that people
+    take for the error. GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the ranks' sockets listen on loopback; without it on the
+    address of the host name, which others can reach.
     """
-    return {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(max(1, cpus // ranks))}
+    loopback = "lo" if platform.startswith("linux") else "lo0"
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, cpus // ranks)),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+    }
+    return {name: value for name, value in wanted.items() if name not in env}
 
 
 def allowed_cpus() -> int:

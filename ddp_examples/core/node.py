@@ -7,9 +7,9 @@ import os
 import sys
 from typing import List
 
-from ddp_examples.core.agent import run_agent
 from ddp_examples.core.config import chosen_demo, load_config_of
 from ddp_examples.core.exits import Exit
+from ddp_examples.core.forkserver import can_fork, start_server
 from ddp_examples.core.launch import (
     USAGE,
     allowed_cpus,
@@ -26,7 +26,7 @@ def main(argv: List[str]) -> int:
     demo = chosen_demo(settings, Ranks())
     if "--help" in settings or "-h" in settings:
         print(f"{USAGE}\n  -n RANKS: default the GPUs of this machine, else 4. --dry-run: print the command only\n")
-    load_config_of(demo, settings, Ranks())
+    config = load_config_of(demo, settings, Ranks())
     ranks = options.ranks or gpus_here(os.environ) or 4
     arguments = torchrun_arguments(ranks, f"ddp_examples.{demo.name}", settings)
     added = rank_environment(ranks, os.environ, allowed_cpus())
@@ -35,7 +35,12 @@ def main(argv: List[str]) -> int:
         print("\n".join([*command, sys.executable, "-m", "torch.distributed.run", *arguments]))
         return Exit.OK
     os.environ.update(added)
-    return run_agent(arguments)
+    fork = can_fork(config.launch.start, ranks)
+    if fork:
+        start_server()
+    from ddp_examples.core.agent import run_agent  # imports torch, while the server does
+
+    return run_agent(arguments, fork)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+"""What the fork server imports once a node, so that no rank has to. `agent` names it; nothing else should import it.
+
+The server is a fresh Python without threads; it imports this, and forks the ranks. CUDA must not be initialised here: a
+forked process can't use it. `torch.cuda.device_count()` would be fine, it asks NVML.
+"""
+
+import gc
+import importlib
+import signal
+
+from ddp_examples.core.orphans import die_with_parent
+
+die_with_parent(signal.SIGKILL)  # the server lives as long as a rank does: without this, ranks outlive the launcher
+
+for name in (
+    "torch._dynamo",  # DistributedDataParallel's constructor imports it: 0.6 s
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.utils.data",
+    "ddp_examples.core.digits",
+    "ddp_examples.core.report",
+):
+    importlib.import_module(name)
+
+gc.collect()
+gc.freeze()  # 0.28 million objects stay out of every later collection: that saves time, and the pages stay shared
