@@ -11,10 +11,11 @@ import os
 import socket
 import time
 import weakref
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Callable, Iterator, List, Tuple, TypeVar
+from typing import Any, Callable, Deque, Iterator, List, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -147,18 +148,34 @@ def _remember(owner: torch.nn.Module, models: "weakref.WeakSet[torch.nn.Module]"
 
 
 def _close(models: "weakref.WeakSet[torch.nn.Module]") -> None:
-    """Free the DDP models, then destroy the group; the other way round is a fault in torch (seen with 2.13, gloo).
+    """Free the DDP models, then destroy the group, so that no thread of gloo has anything of Python's left to free.
 
-    A Reducer that outlives the group holds the last reference to it. Its destructor joins gloo's run loop while holding
-    the GIL, and that thread, freeing the last all_reduce, waits for the GIL: a deadlock (5 of 10 runs of 16 ranks), or
-    `terminate called without an active exception`, status -6 (twice in about 70 runs of 4 ranks). To see it: keep the
-    model in a global of a script that ends with destroy_process_group, and start 16 ranks.
+    The group's destructor joins gloo's run loop while it holds the GIL. Should that thread just then drop the last
+    reference to a tensor that Python has seen (of a DDP model's last all_reduce, or of a list of tensors that has gone
+    out of scope), it waits for the GIL: a deadlock (torch 2.13: 5 of 10 runs of 16 ranks with the model alive; torch
+    2.6: 1 of 2 runs of 3 ranks with it gone), or `terminate called without an active exception`, status -6 (torch 2.13:
+    twice in about 70 runs of 4 ranks). To see it: end a script of 16 ranks with an all_reduce and destroy_process_group.
     """
     if models:
         gc.collect()  # models in reference cycles; costs 0.2 s with torch loaded, so only when some are left
     for model in models:
         del model.reducer, model.logger  # someone still holds the model; both hold the Reducer, and it must go now
+    time.sleep(0.01)  # without the GIL: lets the run loop drop what a collective of the user's has left
     dist.destroy_process_group()
+    _kept.clear()
+
+
+# Tensors of the last collectives, so that the run loop never drops the last reference: see _close. It has two threads,
+# so one may lag behind by some collectives; 32 is plenty.
+_kept: Deque[List[torch.Tensor]] = deque(maxlen=32)
+
+
+def all_gather(tensor: torch.Tensor) -> List[torch.Tensor]:
+    """Every rank's tensor, all of one shape and type, in rank order, on every rank. Collective."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    _kept.append([*parts, tensor])
+    dist.all_gather(parts, tensor)
+    return parts
 
 
 def gather(value: Any) -> List[Any]:
@@ -167,12 +184,9 @@ def gather(value: Any) -> List[Any]:
     Values are what JSON can carry (tuples come back as lists): torch's all_gather_object needs numpy, and unpickles.
     """
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
-    longest = int(max(sizes))
-    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(parts, torch.nn.functional.pad(mine, (0, longest - len(mine))))
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]
+    sizes = [int(size) for size in all_gather(torch.tensor([len(mine)]))]
+    parts = all_gather(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
+    return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes)]
 
 
 def average(value: float) -> float:

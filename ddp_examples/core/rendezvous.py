@@ -41,6 +41,7 @@ class LoopbackRendezvous(RendezvousHandler):
             wait_for_workers=False,
             timeout=timedelta(seconds=60),
             master_listen_fd=listener.detach(),  # from here on the store's: it listens where we bound it
+            use_libuv=False,  # torch 2.6's libuv backend "does not support initialization with an listen fd"
         )
         # The agents' keys get a prefix, so that the ranks, which use this store too, can't meet them.
         store: Store = PrefixStore("agent", self._store)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_examples.core.group import gather
+from ddp_examples.core.group import all_gather, gather
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,7 @@ def _difference(mine: "Tensor | None", whole: Tensor) -> float:
 
 def everyones(part: Tensor) -> Tensor:
     """The parts of all ranks, of equal shape, in rank order, as one tensor."""
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, part.contiguous())
-    return torch.cat(parts)
+    return torch.cat(all_gather(part.contiguous()))
 
 
 def shards_cover(seen: Sequence[int], size: int) -> Check:
