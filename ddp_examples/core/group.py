@@ -154,7 +154,7 @@ def _close(models: "weakref.WeakSet[torch.nn.Module]") -> None:
     reference to a tensor that Python has seen (of a DDP model's last all_reduce, or of a list of tensors that has gone
     out of scope), it waits for the GIL: a deadlock (torch 2.13: 5 of 10 runs of 16 ranks with the model alive; torch
     2.6: 1 of 2 runs of 3 ranks with it gone), or `terminate called without an active exception`, status -6 (torch 2.13:
-    twice in about 70 runs of 4 ranks). To see it: end a script of 16 ranks with an all_reduce and destroy_process_group.
+    twice in about 70 runs of 4 ranks). To see it: end a script of 16 ranks with all_reduce, then destroy_process_group.
     """
     if models:
         gc.collect()  # models in reference cycles; costs 0.2 s with torch loaded, so only when some are left
