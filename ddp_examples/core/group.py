@@ -12,10 +12,11 @@ import socket
 import time
 import weakref
 from collections import deque
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Callable, Deque, Iterator, List, Tuple, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -60,11 +61,7 @@ def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, d
     and torchrun then names a peer (the right rank 7 of 20 times with destroy in `finally`, 20 of 20 without).
     """
     timeout = timedelta(seconds=timeout_s)
-    before = dist.get_debug_level(), torch.is_anomaly_enabled()
-    if debug:
-        dist.set_debug_level(dist.DebugLevel.DETAIL)  # every collective is compared over the ranks before it runs
-        torch.autograd.set_detect_anomaly(True)  # a NaN gradient names the forward operation that it comes from
-        faulthandler.enable()
+    restore = _more_checks() if debug else ExitStack()
     store = _open_store(ranks, timeout)
     name, why = _agree(store, ranks, *choose_backend(backend, ranks, torch.cuda.device_count()))
     device = torch.device("cuda", ranks.local_rank) if name == "nccl" else torch.device("cpu")
@@ -90,8 +87,30 @@ def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, d
         _close(models)
     finally:
         hook.remove()
-        dist.set_debug_level(before[0])
-        torch.autograd.set_detect_anomaly(before[1])
+        restore.close()
+
+
+def _more_checks() -> ExitStack:
+    """Debug mode, from before the group is opened until the stack that is returned is closed."""
+    restore = ExitStack()
+    restore.callback(dist.set_debug_level, dist.get_debug_level())
+    restore.callback(torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled())
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # every collective is compared over the ranks before it runs
+    torch.autograd.set_detect_anomaly(True)  # a NaN gradient names the forward operation that it comes from
+    faulthandler.enable()
+    restore.enter_context(patch.object(dist, "Logger", _QuietLogger))
+    return restore
+
+
+class _QuietLogger(dist.Logger):
+    """DDP's logger, less what crashes in debug mode.
+
+    With DETAIL, torch wraps the backend, and DDP's constructor takes the wrapper for a ProcessGroupGloo: a segmentation
+    fault in c10d::Logger::set_env_variables (torch 2.13; not 2.6). To see it: TORCH_DISTRIBUTED_DEBUG=DETAIL, gloo, DDP.
+    """
+
+    def set_construction_data_and_log(self, *_: Any) -> None:
+        """Facts for a log line; nothing else needs them."""
 
 
 def choose_backend(wanted: str, ranks: Ranks, gpus: int) -> Tuple[str, str]:
