@@ -106,7 +106,7 @@ class _QuietLogger(dist.Logger):
     """DDP's logger, less what crashes in debug mode.
 
     With DETAIL, torch wraps the backend, and DDP's constructor takes the wrapper for a ProcessGroupGloo: a segmentation
-    fault in c10d::Logger::set_env_variables (torch 2.13; not 2.6). To see it: TORCH_DISTRIBUTED_DEBUG=DETAIL, gloo, DDP.
+    fault in c10d::Logger::set_env_variables (torch 2.13; not 2.6). See it: TORCH_DISTRIBUTED_DEBUG=DETAIL, gloo, DDP.
     """
 
     def set_construction_data_and_log(self, *_: Any) -> None:
