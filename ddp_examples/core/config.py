@@ -236,6 +236,9 @@ def _set(tree: DictConfig, types: Mapping[str, Any], key: str, text: str) -> Non
         raise ConfigError(f"{key}={text}: unknown key {key}. {_nearest(key, [*GROUPS, *types])}")
     try:
         OmegaConf.update(tree, key, _value(key, text, types[key]))
+        value = OmegaConf.select(tree, key)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("not a finite number")
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{key}={text}: {_first_line(error)}") from None
 
@@ -243,17 +246,13 @@ def _set(tree: DictConfig, types: Mapping[str, Any], key: str, text: str) -> Non
 def _value(key: str, text: str, kind: Any) -> Any:
     """What `text` means for a key of this type.
 
-    YAML takes `off` for False, `1:30:00` for 5400 and `12e3456` for infinity: a key of type str gets the text as typed,
-    and a number must be finite.
+    YAML takes `off` for False and `1:30:00` for 5400: a key of type str gets the text as typed.
     """
     if kind is str:
         return text
     if kind == Optional[str]:
         return None if text in ("", "null") else text
-    value = OmegaConf.select(OmegaConf.from_dotlist([f"{key}={text}"]), key)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("not a finite number")
-    return value
+    return OmegaConf.select(OmegaConf.from_dotlist([f"{key}={text}"]), key)
 
 
 def _finished(tree: DictConfig, demo: DemoFile) -> Config:
@@ -278,6 +277,7 @@ def _absolute(path: str) -> str:
 def _nearest(word: str, words: Sequence[str], prefix: str = "") -> str:
     """The word that is nearest to a mistyped one, in a sentence; first one whose last component is right or near."""
     last = {other.rpartition(".")[2]: other for other in reversed(words)}
+    word = word.lower()
     close = difflib.get_close_matches(word, words, n=1) or [
         last[name] for name in difflib.get_close_matches(word.rpartition(".")[2], list(last), n=1)
     ]
