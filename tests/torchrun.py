@@ -76,6 +76,26 @@ def torchrun(ranks: int, *arguments: str, **options: object) -> Result:
     return run([*command, f"--nproc-per-node={ranks}", *arguments], **options)  # type: ignore[arg-type]
 
 
+FORK = """
+import sys
+from ddp_examples.core.forkserver import start_server
+start_server()
+from ddp_examples.core.agent import run_agent
+sys.exit(run_agent(sys.argv[1:]))
+"""
+
+
+def forked(ranks: int, module: str, *arguments: str, **options: object) -> Result:
+    """`ranks` ranks of a module, of the tests too, from a fork server, as launch/local.sh starts them: 3 times as fast.
+
+    The status is that of the rank that failed first.
+    """
+    python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", **(options.pop("env", None) or {})}  # type: ignore[dict-item]
+    command = [sys.executable, "-c", FORK, "--standalone", f"--nproc-per-node={ranks}", "--module", module]
+    return run([*command, *arguments], env=env, **options)  # type: ignore[arg-type]
+
+
 def local(*arguments: str, **options: object) -> Result:
     """launch/local.sh, with this interpreter."""
     return _script("local.sh", *arguments, **options)

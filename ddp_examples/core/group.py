@@ -6,6 +6,7 @@ with process_group(read_ranks(os.environ), backend="auto", timeout_s=120) as gro
 
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import socket
@@ -133,6 +134,9 @@ def choose_backend(wanted: str, ranks: Ranks, gpus: int) -> Tuple[str, str]:
     return "", f"backend=nccl can't run: {lack}. Use {cure}"
 
 
+_opened = itertools.count()  # a process may open one group after another; each has keys of its own in the store
+
+
 def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
     """The store that the ranks meet in. A world of one that no launcher started needs no port and no environment."""
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
@@ -143,7 +147,7 @@ def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
             Exit.USAGE, f"{' and '.join(absent)} not set, so the ranks can't meet: start with torchrun", ranks.rank == 0
         )
     store: dist.Store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)))[0]
-    return store
+    return dist.PrefixStore(f"group {next(_opened)}", store)
 
 
 def _agree(store: dist.Store, ranks: Ranks, name: str, why: str) -> Tuple[str, str]:

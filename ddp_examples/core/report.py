@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
@@ -115,7 +116,8 @@ def write_report(report: Mapping[str, Any], path: str) -> str:
         part.write_text(json.dumps(_finite(report), indent=1) + "\n", encoding="utf-8")
         part.replace(target)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         return f"the report could not be written to {path}: {error.strerror}"
     return ""
 

@@ -93,10 +93,10 @@ def shards_cover(seen: Sequence[int], size: int) -> Check:
     shards: List[List[int]] = gather(list(seen))
     padding = -size % len(shards)
     times = Counter(index for shard in shards for index in shard)
-    missing = size - len(times.keys() & set(range(size)))
+    missing, foreign = len(set(range(size)) - times.keys()), len(times.keys() - set(range(size)))
     repeats = sum(times.values()) - len(times)
-    wrong = missing + abs(repeats - padding)
-    detail = f"{missing} missing, {repeats} repeated where {padding} fill up the last step"
+    wrong = missing + foreign + abs(repeats - padding)
+    detail = f"{missing} missing, {foreign} not of the set, {repeats} repeated where {padding} fill up the last step"
     return at_most("shards disjoint, and cover the set (samples)", wrong, 0, detail)
 
 

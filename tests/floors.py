@@ -1,0 +1,73 @@
+"""Which module of the package imports which, and the floors: imports go down only."""
+
+import ast
+from pathlib import Path
+from typing import Dict, List, Set
+
+CORE = "ddp_examples.core."
+STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans"}
+NO_TORCH = {"demos", "config", "launch", "forkserver", "node"}  # a node imports torch only after it has checked
+NO_OMEGACONF = {"group", "digits", "verify", "rendezvous", "agent", "preload"}
+FLOOR = {
+    "exits": 0,
+    "orphans": 0,
+    "ranks": 0,
+    "demos": 1,
+    "config": 1,
+    "launch": 1,
+    "group": 1,
+    "digits": 1,
+    "verify": 2,
+    "report": 2,
+    "forkserver": 3,
+    "preload": 3,
+    "rendezvous": 3,
+    "agent": 3,
+    "node": 3,
+}
+DEMO_FLOOR = 3
+
+
+def top_level_imports(source: str) -> Set[str]:
+    """Dotted names that the module imports when it is imported itself (not inside its functions)."""
+    names: Set[str] = set()
+    pending: List[ast.stmt] = list(ast.parse(source).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            pending.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt))
+    return names
+
+
+def faults(name: str, source: str, is_demo: bool) -> List[str]:
+    """What is wrong with the imports of a module; `name` without its package."""
+    found = []
+    floor = DEMO_FLOOR if is_demo else FLOOR.get(name)
+    if floor is None:
+        return [f"core/{name}.py has no floor: give it one here"]
+    for imported in sorted(top_level_imports(source)):
+        package = imported.partition(".")[0]
+        if package == "torch" and not is_demo and name in STANDARD_LIBRARY_ONLY | NO_TORCH:
+            found.append(f"{name} imports {imported}")
+        if package in ("omegaconf", "yaml") and name in STANDARD_LIBRARY_ONLY | NO_OMEGACONF:
+            found.append(f"{name} imports {imported}")
+        if package != "ddp_examples" or imported in ("ddp_examples", "ddp_examples.core"):
+            continue
+        target = imported[len(CORE) :].partition(".")[0] if imported.startswith(CORE) else ""
+        if is_demo and (not target or FLOOR.get(target, 0) >= DEMO_FLOOR):
+            found.append(f"the demo {name} imports {imported}")
+        elif not is_demo and (not target or FLOOR.get(target, 0) > floor):
+            found.append(f"core/{name} imports {imported}, which is above it")
+    return found
+
+
+def all_faults(package: Path) -> Dict[str, List[str]]:
+    modules = dict.fromkeys(package.glob("core/[!_]*.py"), False)
+    modules.update(dict.fromkeys(package.glob("[!_]*.py"), True))
+    found = {path.name: faults(path.stem, path.read_text(), is_demo) for path, is_demo in modules.items()}
+    return {name: wrong for name, wrong in found.items() if wrong}
