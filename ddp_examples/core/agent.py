@@ -7,6 +7,7 @@ Arguments, rendezvous, environment, log files, restarts and signals are torchrun
 (2.6 to 2.13) is here and in rendezvous.py.
 """
 
+import logging
 import os
 import select
 import signal
@@ -34,6 +35,8 @@ def run_agent(arguments: Sequence[str], fork: bool = True) -> int:
 
     Run as a program it would return 1 whatever the rank's status was. `fork`: ranks come from the fork server.
     """
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.CRITICAL)  # torch's agent logs 10 to 30 lines of its own stack for a rank that fails
     options = run.parse_args(list(arguments))
     if options.standalone:
         _stay_on_loopback(options)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_examples.core.exits import Exit, refuse, say
+from ddp_examples.core.exits import Exit, Refusal, refuse, say
 from ddp_examples.core.ranks import Ranks
 
 T = TypeVar("T")
@@ -80,9 +80,11 @@ def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, d
     hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models))
     try:
         yield Group(ranks, name, why, device)
-    except BaseException:
+    except BaseException as error:
         if ranks.world_size == 1:
             _close(models)
+        if isinstance(error, Refusal):
+            refuse(error.status, str(error), speaks=ranks.rank == 0)
         raise
     else:
         _close(models)
@@ -220,19 +222,22 @@ def average(value: float) -> float:
 def on_main(work: Callable[[], T]) -> T:
     """Rank 0 calls `work`; every rank gets the value, or the failure. Collective: `path = on_main(newest_checkpoint)`.
 
-    The value is one that JSON can carry. Where `work` raises, rank 0 raises that, and the others MainRankError.
+    The value is one that JSON can carry. Where `work` raises, rank 0 raises that, and the others MainRankError; a
+    Refusal is raised with the same words on all.
     """
-    outcome: Tuple[Any, str] = (None, "")
+    outcome: Tuple[Any, str, bool] = (None, "", False)
     failure = None
     if dist.get_rank() == 0:
         try:
-            outcome = (work(), "")
+            outcome = (work(), "", False)
         except Exception as error:
             failure = error
-            outcome = (None, f"rank 0 on {socket.gethostname()}: {type(error).__name__}: {error}")
-    value, message = gather(outcome)[0]
+            refused = isinstance(error, Refusal)
+            words = str(error) if refused else f"rank 0 on {socket.gethostname()}: {type(error).__name__}: {error}"
+            outcome = (None, words, refused)
+    value, message, refused = gather(outcome)[0]
     if failure is not None:
         raise failure
     if message:
-        raise MainRankError(message)
+        raise Refusal(message) if refused else MainRankError(message)
     return value  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,25 @@ def digest(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous()
     size = flat.numel() * flat.element_size()
     return hashlib.sha256((ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"").hexdigest()
+
+
+def fingerprint(value: Any) -> str:
+    """SHA-256 of a state: tensors by their bytes, containers by their contents."""
+    if isinstance(value, Tensor):
+        return digest(value)
+    if isinstance(value, Mapping):
+        parts = ["mapping", *(f"{key!r}:{fingerprint(item)}" for key, item in value.items())]
+    elif isinstance(value, (list, tuple)):
+        parts = ["sequence", *(fingerprint(item) for item in value)]
+    else:
+        parts = [type(value).__name__, repr(value)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def same(name: str, mine: Any, other: Any) -> Check:
+    """Two things that a rank holds, such as fingerprints, are equal on each rank. Measured: ranks where not."""
+    unequal = [rank for rank, equal in enumerate(gather(mine == other)) if not equal]
+    return at_most(f"{name} (ranks where not)", len(unequal), 0, f"not on rank {', '.join(map(str, unequal))}")
 
 
 def gradient_is_global(
