@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import socket
+import sys
 import time
 import weakref
 from collections import deque
@@ -68,14 +69,15 @@ def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, d
     device = torch.device("cuda", ranks.local_rank) if name == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init: else each rank also takes memory on GPU 0
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo",
-        store=store,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    with _on_loopback_if_alone(ranks):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo",
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
     models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
     hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models))
     try:
@@ -140,7 +142,7 @@ _opened = itertools.count()  # a process may open one group after another; each 
 
 
 def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
-    """The store that the ranks meet in. A world of one that no launcher started needs no port and no environment."""
+    """The store that the ranks meet in. A world of one that no launcher started has it in memory."""
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -165,6 +167,15 @@ def _agree(store: dist.Store, ranks: Ranks, name: str, why: str) -> Tuple[str, s
     if not name:
         raise SystemExit(int(Exit.UNABLE))
     return name, why
+
+
+@contextmanager
+def _on_loopback_if_alone(ranks: Ranks) -> Iterator[None]:
+    """gloo opens a listening socket in a world of one too, on the address of the host name: here on loopback only."""
+    loopback = "lo" if sys.platform.startswith("linux") else "lo0"
+    alone = ranks.world_size == 1 and "GLOO_SOCKET_IFNAME" not in os.environ
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": loopback} if alone else {}):
+        yield
 
 
 def _remember(owner: torch.nn.Module, models: "weakref.WeakSet[torch.nn.Module]") -> None:
