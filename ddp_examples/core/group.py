@@ -38,7 +38,7 @@ class Group:
     ranks: Ranks
     backend: str  # "gloo" or "nccl"
     why: str  # that backend
-    device: torch.device  # of this rank
+    device: torch.device  # of this rank, the first one where it has several
     host: str = field(default_factory=socket.gethostname)
     started: float = field(default_factory=time.time)  # seconds since 1970
 
@@ -52,11 +52,14 @@ class MainRankError(RuntimeError):
 
 
 @contextmanager
-def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, debug: bool = False) -> Iterator[Group]:
+def process_group(
+    ranks: Ranks, backend: str = "auto", timeout_s: float = 120, debug: bool = False, devices_per_rank: int = 1
+) -> Iterator[Group]:
     """Open the default process group, and close it when the block has succeeded.
 
     `backend` is "auto", "gloo" or "nccl"; the ranks agree on one, and where it can't be had end with status 4. Tensors
     on the CPU can always be used in collectives. A collective that takes longer than `timeout_s` seconds is an error.
+    With `devices_per_rank` k, local rank r has the GPUs k*r to k*r + k-1, and k GPUs a rank are needed.
 
     The block must not keep a DDP model alive (call a function that owns it): see _close. On an error the group is left
     as it is: destroying it makes the peers fail in their collectives while the rank at fault is still on its way out,
@@ -65,8 +68,9 @@ def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, d
     timeout = timedelta(seconds=timeout_s)
     restore = _more_checks() if debug else ExitStack()
     store = _open_store(ranks, timeout)
-    name, why = _agree(store, ranks, *choose_backend(backend, ranks, torch.cuda.device_count()))
-    device = torch.device("cuda", ranks.local_rank) if name == "nccl" else torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    name, why = _agree(store, ranks, *choose_backend(backend, ranks, gpus, devices_per_rank))
+    device = torch.device("cuda", ranks.local_rank * devices_per_rank) if name == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init: else each rank also takes memory on GPU 0
     with _on_loopback_if_alone(ranks):
@@ -76,7 +80,8 @@ def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, d
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            # nccl then refuses tensors on any other GPU, so it is not said where a rank has several.
+            device_id=device if device.type == "cuda" and devices_per_rank == 1 else None,
         )
     models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
     hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models))
@@ -118,9 +123,10 @@ class _QuietLogger(dist.Logger):
         """Facts for a log line; nothing else needs them."""
 
 
-def choose_backend(wanted: str, ranks: Ranks, gpus: int) -> Tuple[str, str]:
+def choose_backend(wanted: str, ranks: Ranks, gpus: int, devices_per_rank: int = 1) -> Tuple[str, str]:
     """(backend, why) as this rank sees it on a node with `gpus` GPUs; ("", why) if what is wanted can't be had."""
     host = socket.gethostname()
+    fit = gpus // devices_per_rank  # ranks that could run here
     if wanted == "gloo":
         return "gloo", "asked for"
     if not dist.is_nccl_available():
@@ -128,14 +134,20 @@ def choose_backend(wanted: str, ranks: Ranks, gpus: int) -> Tuple[str, str]:
     elif gpus == 0:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         lack = f"no GPU on {host}" + (f" (CUDA_VISIBLE_DEVICES={hidden})" if hidden is not None else "")
-    elif gpus < ranks.local_world_size:
-        lack = f"{ranks.local_world_size} ranks but {gpus} GPU{'s' * (gpus > 1)} on {host}"
+    elif fit < ranks.local_world_size:
+        each = f" of {devices_per_rank} GPUs each" if devices_per_rank > 1 else ""
+        lack = f"{_count(ranks.local_world_size, 'rank')}{each} but {_count(gpus, 'GPU')} on {host}"
     else:
-        return "nccl", "asked for" if wanted == "nccl" else "a GPU for every rank"
+        per_rank = "a GPU" if devices_per_rank == 1 else f"{devices_per_rank} GPUs"
+        return "nccl", "asked for" if wanted == "nccl" else f"{per_rank} for every rank"
+    few = 0 < fit < ranks.local_world_size and dist.is_nccl_available()
     if wanted == "auto":
-        return "gloo", lack
-    cure = f"--nproc_per_node={gpus} or backend=gloo" if 0 < gpus < ranks.local_world_size else "backend=gloo"
-    return "", f"backend=nccl can't run: {lack}. Use {cure}"
+        return "gloo", lack + (f"; --nproc_per_node={fit} would use {'it' if gpus == 1 else 'them'}" if few else "")
+    return "", f"backend=nccl can't run: {lack}. Use {f'--nproc_per_node={fit} or ' * few}backend=gloo"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 _opened = itertools.count()  # a process may open one group after another; each has keys of its own in the store

@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -86,16 +86,26 @@ def gradient_is_global(
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     whole_loss = loss_of(module, everyones(x), everyones(y))
     whole = torch.autograd.grad(whole_loss, parameters)  # does not touch .grad, and DDP does not see it
-    largest = max(float(gradient.abs().max()) for gradient in whole)
-    differences = [_difference(parameter.grad, gradient) for parameter, gradient in zip(parameters, whole)]
-    by_rank = gather(max(differences) / max(largest, 1e-30))
+    difference = relative_difference([parameter.grad for parameter in parameters], whole)
+    return on_every_rank("gradient = whole batch's (relative difference)", difference, 1e-5)
+
+
+def on_every_rank(name: str, mine: float, allowed: float) -> Check:
+    """A check that passes if what each rank has measured is at most `allowed`. Measured: the largest. Collective."""
+    by_rank = gather(mine if mine == mine else float("inf"))  # NaN compares as smaller than everything
     worst = max(range(len(by_rank)), key=lambda rank: by_rank[rank])
-    return at_most("gradient = whole batch's (relative difference)", by_rank[worst], 1e-5, f"largest on rank {worst}")
+    return at_most(name, by_rank[worst], allowed, f"largest on rank {worst}")
 
 
-def _difference(mine: "Tensor | None", whole: Tensor) -> float:
-    difference = float("inf") if mine is None else float((mine - whole).abs().max())
-    return difference if difference == difference else float("inf")  # NaN compares as smaller than everything
+def relative_difference(mine: Sequence[Optional[Tensor]], right: Sequence[Tensor]) -> float:
+    """Largest difference of an element, divided by the largest element; tensors of a pair may be on two devices."""
+    largest = max(float(tensor.abs().max()) for tensor in right)
+    return max(_difference(*pair) for pair in zip(mine, right)) / max(largest, 1e-30)
+
+
+def _difference(mine: Optional[Tensor], right: Tensor) -> float:
+    difference = float("inf") if mine is None else float((mine - right.to(mine.device)).abs().max())
+    return difference if difference == difference else float("inf")  # NaN, as above
 
 
 def everyones(part: Tensor) -> Tensor:
