@@ -6,7 +6,7 @@ from typing import Dict, List, Set
 
 CORE = "ddp_examples.core."
 STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans", "owner"}
-NO_TORCH = {"demos", "config", "launch", "forkserver", "node"}  # a node imports torch only after it has checked
+NO_TORCH = {"demos", "config", "launch", "runs", "forkserver", "node"}  # a node imports torch only after it has checked
 NO_OMEGACONF = {"group", "digits", "verify", "rendezvous", "agent", "preload"}
 FLOOR = {
     "exits": 0,
@@ -15,6 +15,7 @@ FLOOR = {
     "demos": 1,
     "config": 1,
     "launch": 1,
+    "runs": 1,
     "group": 1,
     "digits": 1,
     "owner": 0,

@@ -34,6 +34,12 @@ class DemoFile:
         return (ast.get_docstring(self._tree()) or "").partition("\n")[0]
 
     @property
+    def in_all(self) -> bool:
+        """Whether demo=all runs it; a demo that breaks on purpose says `IN_ALL = False` at its top level."""
+        lines = (ast.unparse(node) for node in self._tree().body if isinstance(node, ast.Assign))
+        return "IN_ALL = False" not in lines
+
+    @property
     def conf_folders(self) -> List[Path]:
         """Where its conf files are looked for; of two files of one name, keys in the earlier folder win."""
         own = os.environ.get("DDP_EXAMPLES_CONF")
