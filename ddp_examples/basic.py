@@ -8,8 +8,9 @@ copies take the same step. At the end the run checks that it was so, and its exi
 
 import os
 import sys
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, List
 
 from ddp_examples.core.config import Config, load_config
 from ddp_examples.core.ranks import read_ranks
@@ -22,10 +23,13 @@ class Params:
     epochs: int
     batch_size: int
     lr: float
+    show: str
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1:
             raise ValueError("demo.epochs and demo.batch_size must be at least 1")
+        if self.show not in ("none", "steps", "gradients"):
+            raise ValueError(f"demo.show={self.show}: none, steps or gradients")
 
 
 if __name__ == "__main__":  # a mistake in the arguments is told now: importing torch takes a second or two on each rank
@@ -41,6 +45,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ddp_examples.core import report, verify
 from ddp_examples.core.digits import load_digits
 from ddp_examples.core.group import Group, average, process_group
+from ddp_examples.core.steps import Step, series_of, show_steps, watch_gradients
 
 
 def build_model() -> nn.Module:
@@ -74,17 +79,22 @@ def train(group: Group, config: Config) -> int:
     model = build_model().to(group.device)
     ddp = DistributedDataParallel(model)  # every rank starts from the parameters of rank 0
     optimizer = torch.optim.SGD(ddp.parameters(), lr=params.lr)
+    norms = watch_gradients(ddp) if params.show == "gradients" else None
+    steps: List[Step] = []
 
     for epoch in range(params.epochs):
         sampler.set_epoch(epoch)  # without it each epoch has the order of the first
         seen, losses = [], []
         for x, y, index in loader:
+            start = time.perf_counter()
             x, y = x.to(group.device), y.to(group.device)
             optimizer.zero_grad()
             loss = loss_of(ddp, x, y)
             loss.backward()  # here DDP averages the gradients over the ranks
             seen += index.tolist()
             losses.append(loss.item())
+            seconds = time.perf_counter() - start  # item() has waited for the device
+            steps.append(Step(losses[-1], index.tolist(), seconds, norms() if norms else None))
             if epoch == params.epochs - 1 and len(seen) == len(sampler):
                 gradient_check = verify.gradient_is_global(ddp, loss_of, x, y)  # of the last step, before it is taken
             optimizer.step()
@@ -92,13 +102,15 @@ def train(group: Group, config: Config) -> int:
         accuracy = verify.count_right(model, test_x, test_y) / len(test_y)
         report.show(group, f"epoch {epoch + 1}/{params.epochs}  loss {mean_loss:.4f}  test accuracy {accuracy:.4f}")
 
+    show_steps(group, steps, params.show)
     checks = [
         verify.replicas_identical(model),
         gradient_check,
         verify.shards_cover(seen, len(train_set)),
         verify.same_as_alone(model, test_x, test_y),
     ]
-    return report.finish(group, config, checks, {"loss": mean_loss, "test_accuracy": accuracy})
+    metrics = {"loss": mean_loss, "test_accuracy": accuracy, "series": series_of(steps)}
+    return report.finish(group, config, checks, metrics)
 
 
 if __name__ == "__main__":

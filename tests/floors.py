@@ -6,8 +6,16 @@ from typing import Dict, List, Set
 
 CORE = "ddp_examples.core."
 STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans", "owner"}
-NO_TORCH = {"demos", "config", "launch", "runs", "forkserver", "node"}  # a node imports torch only after it has checked
-NO_OMEGACONF = {"group", "digits", "verify", "rendezvous", "agent", "preload"}
+NO_TORCH = {
+    "plot",
+    "demos",
+    "config",
+    "launch",
+    "runs",
+    "forkserver",
+    "node",
+}  # a node imports torch only after it has checked
+NO_OMEGACONF = {"plot", "group", "digits", "verify", "rendezvous", "agent", "preload"}
 FLOOR = {
     "exits": 0,
     "orphans": 0,
@@ -23,6 +31,8 @@ FLOOR = {
     "verify": 2,
     "checkpoints": 2,
     "report": 2,
+    "steps": 2,
+    "plot": 0,
     "forkserver": 3,
     "preload": 3,
     "rendezvous": 3,

@@ -14,6 +14,8 @@ from torchrun import ROOT
 from ddp_examples.core.config import build_config
 from ddp_examples.core.demos import demos
 from ddp_examples.core.launch import parse_arguments
+from ddp_examples.core.ranks import Ranks
+from ddp_examples.core.runs import planned_runs
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL_WORDS = {
@@ -89,6 +91,9 @@ def test_a_command_of_readme_exists_and_its_settings_are_right(command: str) -> 
     settings = settings_of(words)
     named = [module.rpartition(".")[2] for module in modules if module.rpartition(".")[2] in demos()]
     chosen = [setting[len("demo=") :] for setting in settings if setting.startswith("demo=")]
+    if chosen == ["all"]:
+        planned_runs(settings, Ranks())
+        return
     demo = demos()[(chosen or named or ["basic"])[0]]
     if "--help" not in words:
         build_config(demo, demo.params(), settings)

@@ -1,10 +1,14 @@
 """What a run tells: a header, lines as it goes, a row a rank and a row a check at the end; the same as report.json."""
 
+import argparse
 import dataclasses
 import json
 import math
 import os
 import platform
+import re
+import shlex
+import sys
 import time
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -13,8 +17,10 @@ from typing import Any, Dict, List, Mapping, Sequence
 
 import torch
 
+from ddp_examples.core import plot
 from ddp_examples.core.config import Config
-from ddp_examples.core.exits import Exit, say
+from ddp_examples.core.demos import demos
+from ddp_examples.core.exits import Exit, refuse, say
 from ddp_examples.core.group import Group, gather, on_main
 from ddp_examples.core.verify import Check
 
@@ -29,7 +35,8 @@ def begin(group: Group, config: Config) -> None:
     show(group, f"  backend {group.backend} ({group.why}), device {device_name(group)}")
     show(group, f"  torch {torch.__version__}, Python {platform.python_version()}")
     if not ranks.launched:
-        show(group, f"  one rank, no launcher. More: torchrun --nproc_per_node=4 -m ddp_examples.{config.name}")
+        program = demos()[config.name].module if config.name in demos() else shlex.quote(sys.argv[0])
+        show(group, f"  one rank, no launcher. More: torchrun --nproc_per_node=4 {program}")
 
 
 def show(group: Group, line: str) -> None:
@@ -113,7 +120,9 @@ def write_report(report: Mapping[str, Any], path: str) -> str:
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(_finite(report), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(_finite(report), indent=1)
+        text = re.sub(r"\[\n([-+\d.,e\s]+)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)  # on one line
+        part.write_text(text + "\n", encoding="utf-8")
         part.replace(target)
     except OSError as error:
         with suppress(OSError):
@@ -140,3 +149,27 @@ def device_name(group: Group) -> str:
 
 def _distinct(values: Sequence[str]) -> List[str]:
     return list(dict.fromkeys(values))
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m ddp_examples.core.report FILE.json [--plot OUT.png]`: print a report's tables again, or draw it."""
+    parser = argparse.ArgumentParser(prog="python -m ddp_examples.core.report", allow_abbrev=False)
+    parser.add_argument("report", metavar="FILE.json", help="what report=FILE.json has written")
+    parser.add_argument("--plot", metavar="OUT.png", help="draw loss and step times; needs the extra `plot`")
+    options = parser.parse_args(argv)
+    try:
+        report = json.loads(Path(options.report).read_text(encoding="utf-8"))
+        if options.plot:
+            plot.draw(report, options.plot)
+            print(f"{options.plot} written")
+        else:
+            print_tables(report)
+    except plot.PlotError as error:
+        refuse(Exit.USAGE, str(error))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refuse(Exit.USAGE, f"{options.report} is no report of a run: {type(error).__name__}: {error}")
+    return Exit.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
