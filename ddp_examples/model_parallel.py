@@ -8,6 +8,7 @@ none, both parts lie on the CPU. At the end the run checks that the split model 
 
 import os
 import sys
+import time
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, List, Tuple
@@ -45,6 +46,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ddp_examples.core import report, verify
 from ddp_examples.core.digits import load_digits
 from ddp_examples.core.group import Group, average, process_group
+from ddp_examples.core.steps import Step, series_of
 
 
 class SplitModel(nn.Module):
@@ -99,17 +101,20 @@ def train(group: Group, config: Config) -> int:
     model = SplitModel(devices, params.microbatches)
     ddp = DistributedDataParallel(model)  # no device_ids: it leaves the parameters, and the input, where they are
     optimizer = torch.optim.SGD(ddp.parameters(), lr=params.lr)
+    steps: List[Step] = []
 
     for epoch in range(params.epochs):
         sampler.set_epoch(epoch)
         losses = []
-        for step, (x, y, _) in enumerate(loader):
+        for x, y, index in loader:
+            start = time.perf_counter()
             x, y = x.to(devices[0]), y.to(devices[1])
             optimizer.zero_grad()
             loss = cross_entropy(ddp(x), y)
             loss.backward()  # goes back through both devices, and averages the gradients over the ranks
             losses.append(loss.item())
-            if epoch == params.epochs - 1 and step == len(loader) - 1:
+            steps.append(Step(losses[-1], index.tolist(), time.perf_counter() - start))
+            if len(steps) == params.epochs * len(loader):
                 split_checks = same_as_unsplit(model, x, y)  # of the last step, before it is taken
             optimizer.step()
         mean_loss = average(sum(losses) / len(losses))
@@ -117,7 +122,8 @@ def train(group: Group, config: Config) -> int:
         report.show(group, f"epoch {epoch + 1}/{params.epochs}  loss {mean_loss:.4f}  test accuracy {accuracy:.4f}")
 
     checks = [*split_checks, verify.replicas_identical(model), parts_in_place(model)]
-    return report.finish(group, config, checks, {"loss": mean_loss, "test_accuracy": accuracy})
+    metrics = {"loss": mean_loss, "test_accuracy": accuracy, "series": series_of(steps)}
+    return report.finish(group, config, checks, metrics)
 
 
 def same_as_unsplit(model: SplitModel, x: Tensor, y: Tensor) -> List[verify.Check]:
