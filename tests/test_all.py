@@ -45,6 +45,13 @@ def test_a_key_that_no_demo_has_is_told(capsys: pytest.CaptureFixture) -> None:
     assert "Did you mean demo.epochs?" in capsys.readouterr().err
 
 
+def test_help_is_that_of_each_demo(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        planned_runs(["demo=all", "--help"], Ranks())
+    assert leaving.value.code == Exit.OK
+    assert {"demo.show", "demo.microbatches"} <= set(capsys.readouterr().out.split())
+
+
 def test_a_demo_that_breaks_on_purpose_is_left_out(tmp_path: Path) -> None:
     quiet, breaks = tmp_path / "quiet.py", tmp_path / "breaks.py"
     quiet.write_text('"""About."""\nIN_ALL = True\n')

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import List, Sequence
 
 from ddp_examples.core.config import Config, chosen_demo, key_types, load_config_of
-from ddp_examples.core.demos import PACKAGE, DemoFile, demos
+from ddp_examples.core.demos import PACKAGE, DemoFile, demos, help_text
 from ddp_examples.core.ranks import Ranks
 
 
@@ -27,8 +27,13 @@ def planned_runs(argv: Sequence[str], ranks: Ranks) -> List[Run]:
     if not asks_for_all(argv):
         demo = chosen_demo(argv, ranks)
         return [Run(demo, list(argv), load_config_of(demo, argv, ranks))]
+    chosen = [demo for demo in demos().values() if demo.in_all]
+    if "--help" in argv or "-h" in argv:
+        if ranks.rank == 0:
+            print("\n\n".join(map(help_text, chosen)), flush=True)
+        raise SystemExit(0)
     rest = [argument for argument in argv if not argument.startswith("demo=")]
-    return [_one_of_all(demo, rest, ranks) for demo in demos().values() if demo.in_all]
+    return [_one_of_all(demo, rest, ranks) for demo in chosen]
 
 
 def asks_for_all(argv: Sequence[str]) -> bool:
