@@ -48,10 +48,11 @@ def listening(marker: str) -> Dict[str, List[str]]:
     return found
 
 
-def started(*arguments: str) -> "tuple[subprocess.Popen[bytes], str]":
+def started(*arguments: str, ignoring: str = "") -> "tuple[subprocess.Popen[bytes], str]":
     marker = uuid.uuid4().hex
+    prefix = ["bash", "-c", f'trap "" {ignoring}; exec "$@"', "bash"] if ignoring else []
     process = subprocess.Popen(
-        [str(ROOT / "launch" / "local.sh"), *arguments],
+        [*prefix, str(ROOT / "launch" / "local.sh"), *arguments],
         env={**os.environ, MARKER: marker, "PYTHON": sys.executable},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -97,6 +98,15 @@ def test_nothing_is_left_when_the_launcher_gets_a_signal(number: signal.Signals)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+def test_a_run_that_was_started_ignoring_ctrl_c_ends_by_it_at_once() -> None:
+    """As in a shell's background, or under nohup: ranks that ignore SIGINT too would live on for 30 s."""
+    process, marker = started("-n", "2", "demo.epochs=2000", ignoring="INT")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGINT
+    assert not wait_until_gone(marker, 10)
 
 
 def test_the_server_does_not_initialise_cuda_and_has_no_threads() -> None:

@@ -39,6 +39,10 @@ def run_rank(module: str, *arguments: str) -> None:
     """What a forked rank does: `python -m module arguments`, as torchrun would have started it."""
     die_with_parent(signal.SIGKILL)  # replaces torch's SIGINT, by which a rank that hangs would live on
     os.setsid()  # as torchrun does: Ctrl-C goes to the agent, which ends the ranks, and not to each of them too
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # As under `nohup` or in the background of a shell: the agent passes on the signal that it got, and a rank
+        # that ignores it would live on for 30 s, until SIGKILL.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -27,11 +27,11 @@ def draw(report: Mapping[str, Any], path: str) -> None:
 
 
 def figure_of(report: Mapping[str, Any]) -> Any:
-    from matplotlib.figure import Figure  # not pyplot: no window, no state
-
     series = report["metrics"].get("series")
     if not series:
         raise PlotError(f"the demo {report['demo']} has no series in its report, so there is nothing to draw")
+    from matplotlib.figure import Figure  # not pyplot: no window, no state
+
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(5, 4))
     figure.suptitle(_headline(report), fontsize=12, x=0.01, ha="left")
