@@ -70,8 +70,8 @@ def _stay_on_loopback(options: Any) -> None:
 class NodeAgent(LocalElasticAgent):
     """torchrun's agent, which also knows the order in which ranks died.
 
-    It polls every 0.1 s, and within that time a rank's death has ended its peers: of 7 kinds of failure of rank 1 of 3,
-    torch 2.13 named rank 0 in 6. The kernel tells at once.
+    It polls every 0.1 s, and within that time a rank's death has ended its peers: of 6 kinds of failure of rank 1 of 3,
+    torch 2.13 named rank 0 in 5. The kernel tells at once.
     """
 
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:

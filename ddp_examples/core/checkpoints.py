@@ -40,7 +40,7 @@ from ddp_examples.core.stored import (
 class CheckpointDir:
     """The checkpoints of one run. `mode` "async" writes in the background: a save costs the copy, not the disk.
 
-    Whatever fails is a CheckpointError, with the same words on every rank.
+    Whatever fails is a Refusal, with the same words on every rank; on rank 0 it is a CheckpointError.
     """
 
     def __init__(self, path: str, keep: int = 2, mode: str = "sync") -> None:
@@ -80,11 +80,7 @@ class CheckpointDir:
         A failure leaves the checkpoints before untouched; with mode "async" it is raised by the next save or the end.
         """
         refuse_unloadable(dict(state))
-        self.finish()
-        if self.mode == "async":
-            on_main(lambda: self._write_in_background(step, copied(state)))
-        else:
-            on_main(lambda: self._write(step, state))
+        on_main(lambda: self._save(step, state))
 
     def finish(self) -> None:
         """Wait for the save that is under way, and raise what has become of it."""
@@ -96,7 +92,6 @@ class CheckpointDir:
         One that is cut or altered is named, set aside as *.bad, and the one before is taken. If none is whole,
         CheckpointError lists them with their faults, and nothing is touched.
         """
-        self.finish()
         chosen = on_main(self._choose)  # one rank chooses: they may see different listings of a shared folder
         if chosen is None:
             return None
@@ -111,6 +106,7 @@ class CheckpointDir:
         return state
 
     def _choose(self) -> Optional[str]:
+        self._join()
         bad: List[Tuple[Path, str]] = []
         for path in checkpoint_files(self.path):
             reason = fault(path)
@@ -123,6 +119,13 @@ class CheckpointDir:
         if bad:
             raise CheckpointError("no checkpoint is whole:\n" + "\n".join(f"  {path} is {why}" for path, why in bad))
         return None
+
+    def _save(self, step: int, state: Mapping[str, Any]) -> None:
+        self._join()
+        if self.mode == "async":
+            self._write_in_background(step, copied(state))
+        else:
+            self._write(step, state)
 
     def _write(self, step: int, state: Mapping[str, Any]) -> None:
         save_file(self.path, f"step_{step:08d}", state)

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import socket
-import sys
 import time
 import weakref
 from collections import deque
@@ -26,6 +25,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_examples.core.exits import Exit, Refusal, refuse, say
+from ddp_examples.core.launch import loopback_interface
 from ddp_examples.core.ranks import Ranks
 
 T = TypeVar("T")
@@ -184,9 +184,8 @@ def _agree(store: dist.Store, ranks: Ranks, name: str, why: str) -> Tuple[str, s
 @contextmanager
 def _on_loopback_if_alone(ranks: Ranks) -> Iterator[None]:
     """gloo opens a listening socket in a world of one too, on the address of the host name: here on loopback only."""
-    loopback = "lo" if sys.platform.startswith("linux") else "lo0"
     alone = ranks.world_size == 1 and "GLOO_SOCKET_IFNAME" not in os.environ
-    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": loopback} if alone else {}):
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": loopback_interface()} if alone else {}):
         yield
 
 
@@ -201,8 +200,9 @@ def _close(models: "weakref.WeakSet[torch.nn.Module]") -> None:
     The group's destructor joins gloo's run loop while it holds the GIL. Should that thread just then drop the last
     reference to a tensor that Python has seen (of a DDP model's last all_reduce, or of a list of tensors that has gone
     out of scope), it waits for the GIL: a deadlock (torch 2.13: 5 of 10 runs of 16 ranks with the model alive; torch
-    2.6: 1 of 2 runs of 3 ranks with it gone), or `terminate called without an active exception`, status -6 (torch 2.13:
-    twice in about 70 runs of 4 ranks). To see it: end a script of 16 ranks with all_reduce, then destroy_process_group.
+    2.6: the first run of 3 ranks with it gone), or `terminate called without an active exception`, status -6 (torch
+    2.13: twice in about 70 runs of 4 ranks). To see it: end a script of 16 ranks with all_reduce, then
+    destroy_process_group.
     """
     if models:
         gc.collect()  # models in reference cycles; costs 0.2 s with torch loaded, so only when some are left

@@ -57,13 +57,18 @@ def rank_environment(ranks: int, env: Mapping[str, str], cpus: int, platform: st
     take for the error. GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the ranks' sockets listen on loopback; without it on the
     address of the host name, which others can reach.
     """
-    loopback = "lo" if platform.startswith("linux") else "lo0"
+    loopback = loopback_interface(platform)
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cpus // ranks)),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
     }
     return {name: value for name, value in wanted.items() if name not in env}
+
+
+def loopback_interface(platform: str = sys.platform) -> str:
+    """Its name, as gloo and nccl want it: Linux says lo, macOS and the BSDs lo0."""
+    return "lo" if platform.startswith("linux") else "lo0"
 
 
 def allowed_cpus() -> int:

@@ -1,4 +1,4 @@
-"""What the fork server imports once a node, so that no rank has to. `agent` names it; nothing else should import it.
+"""What the fork server imports once a node, so that no rank has to; nothing else should import it.
 
 The server is a fresh Python without threads; it imports this, and forks the ranks. CUDA must not be initialised here: a
 forked process can't use it. `torch.cuda.device_count()` would be fine, it asks NVML.
