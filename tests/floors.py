@@ -15,7 +15,7 @@ NO_TORCH = {
     "forkserver",
     "node",
 }  # a node imports torch only after it has checked
-NO_OMEGACONF = {"plot", "group", "digits", "verify", "rendezvous", "agent", "preload"}
+NO_OMEGACONF = {"plot", "alone", "group", "digits", "verify", "rendezvous", "agent", "preload"}
 FLOOR = {
     "exits": 0,
     "orphans": 0,
@@ -24,6 +24,7 @@ FLOOR = {
     "config": 1,
     "launch": 1,
     "runs": 1,
+    "alone": 0,
     "group": 1,
     "digits": 1,
     "owner": 0,

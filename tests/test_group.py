@@ -70,6 +70,33 @@ def test_no_meeting_point_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.undo()
 
 
+@pytest.mark.filterwarnings("ignore:.*(all_gather_into_tensor|reduce_scatter_tensor|all_to_all).* is deprecated")
+def test_collectives_of_a_world_of_one_without_a_socket() -> None:
+    given = torch.arange(4.0)
+    same, out = given.clone(), torch.zeros(10, 4)
+    with process_group(Ranks(), "auto") as group:
+        assert (group.backend, dist.get_backend()) == ("alone", "alone")
+        dist.all_reduce(same)
+        dist.reduce(same, 0)
+        dist.broadcast(same, 0)
+        dist.barrier()
+        work = dist.all_reduce(same, async_op=True)
+        work.wait()
+        dist.all_gather([out[0]], given)
+        dist.gather(given, [out[1]], 0)
+        dist.scatter(out[2], [given], 0)
+        dist.reduce_scatter(out[3], [given])
+        dist.all_gather_into_tensor(out[4], given)
+        dist.all_gather_into_tensor(out[5:6], given)
+        dist.reduce_scatter_tensor(out[6], given)
+        dist.all_to_all_single(out[7], given)
+        dist.all_to_all([out[8]], [given])
+        dist.all_reduce(same, group=dist.new_group([0]))
+        assert gather({"a": 1}) == [{"a": 1}]
+        out[9] = same
+    assert torch.equal(out, given.expand(10, 4))
+
+
 def test_the_group_is_gone_after_success_and_after_an_error_alone() -> None:
     with process_group(Ranks(), "gloo") as group:
         assert dist.is_initialized()

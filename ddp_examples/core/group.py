@@ -6,6 +6,7 @@ with process_group(read_ranks(os.environ), backend="auto", timeout_s=120) as gro
 
 import faulthandler
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_examples.core import alone
 from ddp_examples.core.exits import Exit, Refusal, refuse, say
 from ddp_examples.core.launch import loopback_interface
 from ddp_examples.core.ranks import Ranks
@@ -36,7 +38,7 @@ class Group:
     """The running group as one rank sees it."""
 
     ranks: Ranks
-    backend: str  # "gloo" or "nccl"
+    backend: str  # "gloo" or "nccl"; "alone" where one rank needs neither
     why: str  # that backend
     device: torch.device  # of this rank, the first one where it has several
     host: str = field(default_factory=socket.gethostname)
@@ -57,25 +59,29 @@ def process_group(
 ) -> Iterator[Group]:
     """Open the default process group, and close it when the block has succeeded.
 
-    `backend` is "auto", "gloo" or "nccl"; the ranks agree on one, and where it can't be had end with status 4. Tensors
-    on the CPU can always be used in collectives. A collective that takes longer than `timeout_s` seconds is an error.
+    `backend` is "auto", "gloo" or "nccl"; the ranks agree on one, and where it can't be had end with status 4. With
+    "auto", one rank that no launcher started and that has no GPU opens no socket (core/alone.py). Tensors on the CPU
+    can always be used in collectives. A collective that takes longer than `timeout_s` seconds is an error.
     With `devices_per_rank` k, local rank r has the GPUs k*r to k*r + k-1, and k GPUs a rank are needed.
 
     The block must not keep a DDP model alive (call a function that owns it): see _close. On an error the group is left
     as it is: destroying it makes the peers fail in their collectives while the rank at fault is still on its way out,
     and torchrun then names a peer (the right rank 7 of 20 times with destroy in `finally`, 20 of 20 without).
     """
+    _freeze_imports()
     timeout = timedelta(seconds=timeout_s)
     restore = _more_checks() if debug else ExitStack()
     store = _open_store(ranks, timeout)
     gpus = torch.cuda.device_count()
     name, why = _agree(store, ranks, *choose_backend(backend, ranks, gpus, devices_per_rank))
+    if name == "gloo" and backend == "auto" and not _has_peers(ranks):
+        name = alone.NAME
     device = torch.device("cuda", ranks.local_rank * devices_per_rank) if name == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init: else each rank also takes memory on GPU 0
     with _on_loopback_if_alone(ranks):
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo",
+            "cpu:gloo,cuda:nccl" if name == "nccl" else name,
             store=store,
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -98,6 +104,16 @@ def process_group(
     finally:
         hook.remove()
         restore.close()
+
+
+def _freeze_imports() -> None:
+    """Keep what is imported out of every later collection: the one at the interpreter's end takes 1.4 s of CPU else.
+
+    To see it: `python -c "import torch, torch._dynamo, time; print(time.time())"; date +%s.%N` (torch 2.13, Python
+    3.11; with gc.freeze() 0.2 s).
+    """
+    importlib.import_module("torch._dynamo")  # DDP's constructor would
+    gc.freeze()
 
 
 def _more_checks() -> ExitStack:
@@ -150,12 +166,17 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
+def _has_peers(ranks: Ranks) -> bool:
+    """Or a launcher that expects this rank at its store."""
+    return ranks.world_size > 1 or "MASTER_ADDR" in os.environ
+
+
 _opened = itertools.count()  # a process may open one group after another; each has keys of its own in the store
 
 
 def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
     """The store that the ranks meet in. A world of one that no launcher started has it in memory."""
-    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
+    if not _has_peers(ranks):
         return dist.HashStore()
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if absent:
@@ -237,9 +258,17 @@ def gather(value: Any) -> List[Any]:
     return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes)]
 
 
+def total(value: float) -> float:
+    """The sum over the ranks of a number that each rank has, the same on every rank. Collective."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    _kept.append([tensor])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
 def average(value: float) -> float:
-    """The mean over the ranks of a number that each rank has, on every rank. Collective."""
-    return float(sum(gather(value))) / dist.get_world_size()
+    """The mean over the ranks of a number that each rank has, the same on every rank. Collective."""
+    return total(value) / dist.get_world_size()
 
 
 def on_main(work: Callable[[], T]) -> T:

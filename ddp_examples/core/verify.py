@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_examples.core.group import all_gather, gather
+from ddp_examples.core.group import all_gather, gather, total
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def count_right(model: nn.Module, x: Tensor, y: Tensor) -> int:
     number is the same for any number of ranks.
     """
     part = slice(dist.get_rank(), None, dist.get_world_size())
-    return int(sum(gather(right_of(model, x[part], y[part]))))
+    return int(total(right_of(model, x[part], y[part])))
 
 
 @torch.no_grad()
