@@ -1,0 +1,116 @@
+"""Run the command that starts a process on every node (srun, ibrun), and tell how that ended."""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import List, Optional
+
+from ddp_examples.core.exits import Exit, say
+from ddp_examples.core.job import Job
+
+GRACE_S = 10.0  # from the first node that has ended badly until the others are told to end; srun does that by itself
+KILL_S = 35.0  # from then until they are killed: torchrun gives its ranks 30 s
+NOISE = re.compile(r"(srun|slurmstepd|slurmstepd-[^:]*|slurmd|slurmd-[^:]*): ")  # how the others ended, line by line
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def run_step(command: List[str], logs: Path, job: Job) -> int:
+    """Returns the status of the rank that caused the end; says what is wrong if no node could say so itself."""
+    logs.mkdir(parents=True, exist_ok=True)
+    for old in logs.glob("*.status"):  # of an earlier run in this job
+        old.unlink()
+    step = _Step(command, logs)
+    for number in SIGNALS:
+        signal.signal(number, step.on_signal)
+    status = step.wait()
+    words = sorted((int(file.read_text() or 1) for file in logs.glob("*.status")), key=_cause_first)
+    if status and step.signalled:
+        say(f"ended by {signal.Signals(step.signalled).name}; all ranks are ended")
+        return Exit.LATER if Exit.LATER in words else 128 + step.signalled
+    if status and not words:
+        say(_not_started(command[0], step.noise, job))
+    return words[0] if status and words else status
+
+
+def _cause_first(status: int) -> int:
+    """A rank that lost its peers ends with 1, one that was ended with 143: the cause is another, if there is one."""
+    return {128 + signal.SIGTERM: 2, int(Exit.ERROR): 1}.get(status, 0)
+
+
+def _not_started(starter: str, noise: List[str], job: Job) -> str:
+    told = "\n  ".join(noise[:3]) or "it said nothing"
+    named = [node for node in job.nodes if any(node in line for line in noise)]
+    node = (named or [job.nodes[0]])[0]
+    return (
+        f"{starter} could not start or keep the processes of job {job.id}; it says\n  {told}\n"
+        f"Look at the node: scontrol show node {node}. Without it: -N with fewer nodes, or sbatch --exclude={node}"
+    )
+
+
+class _Step:
+    """The running command, in a session of its own, so that a signal can be sent to all of it."""
+
+    def __init__(self, command: List[str], logs: Path) -> None:
+        self.logs = logs
+        self.signalled = 0  # the signal that we got
+        self.told = 0.0  # when it was told to end
+        self.noise: List[str] = []
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        """Pass on what the nodes say; keep back what srun says of it."""
+        for line in self.process.stderr or ():
+            if NOISE.match(line):
+                self.noise.append(line.rstrip())
+            else:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+    def on_signal(self, number: int, _: Optional[FrameType]) -> None:
+        self.signalled = self.signalled or number
+        self.end(signal.SIGTERM)
+
+    def end(self, number: int) -> None:
+        self.told = self.told or time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def wait(self) -> int:
+        """The exit status. A node that has ended badly takes the others with it, after GRACE_S."""
+        failed = 0.0
+        while True:
+            try:
+                status = self.process.wait(0.2)
+                break
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            failed = failed or (now if any(self.logs.glob("*.status")) else 0)
+            if failed and not self.told and now > failed + GRACE_S:
+                self.end(signal.SIGTERM)
+            if self.told and now > self.told + KILL_S:
+                self.end(signal.SIGKILL)
+        self.reader.join(5)
+        return status if status >= 0 else 128 - status
+
+
+def _die_with_parent() -> None:
+    """Linux: SIGTERM for this process when the launcher is killed, so that no step goes on without it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
