@@ -22,6 +22,8 @@ from ddp_examples.core.preflight import Node, judge, resolve
 LINE = 4096  # bytes; longer is not from us
 FIRST_S = 5  # a node that can't reach the head gives up so much sooner than the head does, so that one of them speaks
 
+Hello = Tuple[Node, socket.socket]  # what a node said, and the connection that it waits on
+
 
 class UnfitError(Exception):
     """Why the ranks can't be started. The message is empty on a node where another one has said it."""
@@ -41,7 +43,7 @@ def lead(job: Job, me: Node, timeout_s: float) -> str:
         address = ""
     own = bool(address) and not address.startswith("127.")
     listener = _listen(job, address if own else "")
-    heard: List[Tuple[Node, socket.socket]] = []
+    heard: List[Hello] = []
     with listener:
         message = me.fault
         while len(heard) < len(job.nodes) - 1 and not message:
@@ -54,7 +56,7 @@ def lead(job: Job, me: Node, timeout_s: float) -> str:
                 message = _missing(job, [node.number for node, _ in heard], timeout_s)
             message = message or judge(me, heard[-1][0])
         here = heard[0][1].getsockname()[0] if heard else address
-        _tell(listener, job, heard, message)
+        _tell(listener, job, heard, message, min(deadline, time.monotonic() + FIRST_S))
     if message:
         raise UnfitError(message)
     return str(address if own else here)
@@ -76,7 +78,7 @@ def _listen(job: Job, address: str) -> socket.socket:
         ) from None
 
 
-def _hear(listener: socket.socket, run: str) -> Tuple[Node, socket.socket]:
+def _hear(listener: socket.socket, run: str) -> Hello:
     """The next node's hello. ValueError: someone else's."""
     connection, _ = listener.accept()
     connection.settimeout(2)
@@ -91,18 +93,15 @@ def _hear(listener: socket.socket, run: str) -> Tuple[Node, socket.socket]:
     raise ValueError("not a hello")
 
 
-def _tell(listener: socket.socket, job: Job, heard: List[Tuple[Node, socket.socket]], message: str) -> None:
+def _tell(listener: socket.socket, job: Job, heard: List[Hello], message: str, until: float) -> None:
     """Go on, or end. With bad news, those who are still on their way get them too."""
     for _, connection in heard:
         _verdict(connection, message)
-    late = time.monotonic() + FIRST_S
-    while message and len(heard) < len(job.nodes) - 1 and time.monotonic() < late:
-        listener.settimeout(max(0.01, late - time.monotonic()))
-        try:
+    while message and len(heard) < len(job.nodes) - 1 and time.monotonic() < until:
+        listener.settimeout(max(0.01, until - time.monotonic()))
+        with contextlib.suppress(ValueError, socket.timeout):
             heard.append(_hear(listener, job.run))
-        except (ValueError, socket.timeout):
-            continue
-        _verdict(heard[-1][1], message)
+            _verdict(heard[-1][1], message)
 
 
 def _verdict(connection: socket.socket, message: str) -> None:

@@ -1,6 +1,7 @@
 """What a Slurm job knows of itself: its nodes, and which of them this process is on. Standard library only."""
 
 import re
+import socket
 import subprocess
 from dataclasses import dataclass, replace
 from typing import List, Mapping, Optional, Sequence, Tuple
@@ -47,7 +48,10 @@ def read_job(env: Mapping[str, str]) -> Optional[Job]:
         return None
     nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ask("squeue", "-h", "-j", number, "-o", "%N")
     if not nodes:
-        raise ValueError(f"SLURM_JOB_ID={number}, but SLURM_JOB_NODELIST is not set and squeue does not know this job")
+        raise ValueError(
+            f"SLURM_JOB_ID={number}, but SLURM_JOB_NODELIST is not set and squeue on {socket.gethostname()} "
+            f"does not tell the nodes. If the job has ended: unset SLURM_JOB_ID"
+        )
     restarts = int(env.get("SLURM_RESTART_COUNT") or 0)
     return Job(number, restarts, tuple(expand(nodes)), env.get("SLURM_JOB_PARTITION", ""))
 

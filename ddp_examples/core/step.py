@@ -36,7 +36,8 @@ def run_step(command: List[str], logs: Path, job: Job) -> int:
         say(f"ended by {signal.Signals(step.signalled).name}; all ranks are ended")
         return Exit.LATER if Exit.LATER in words else 128 + step.signalled
     if status and not words:
-        say(_not_started(command[0], step.noise, job))
+        say(_not_started(command, step.noise, job))
+        return Exit.UNABLE  # srun's own: 233 when it can't launch, 143 or 137 of the tasks that it ended
     return words[0] if status and words else status
 
 
@@ -45,13 +46,15 @@ def _cause_first(status: int) -> int:
     return {128 + signal.SIGTERM: 2, int(Exit.ERROR): 1}.get(status, 0)
 
 
-def _not_started(starter: str, noise: List[str], job: Job) -> str:
-    told = "\n  ".join(noise[:3]) or "it said nothing"
-    named = [node for node in job.nodes if any(node in line for line in noise)]
-    node = (named or [job.nodes[0]])[0]
+def _not_started(command: List[str], noise: List[str], job: Job) -> str:
+    errors = [line for line in noise if "error" in line] or noise
+    told = "\n  ".join(errors[:3]) or "it said nothing"
+    node = next((node for line in errors for node in job.nodes if node in line), job.nodes[0])
+    python = command[command.index("-m") - 1]
     return (
-        f"{starter} could not start or keep the processes of job {job.id}; it says\n  {told}\n"
-        f"Look at the node: scontrol show node {node}. Without it: -N with fewer nodes, or sbatch --exclude={node}"
+        f"{command[0]} could not start or keep the processes of job {job.id}; it says\n  {told}\n"
+        f"Look at the node: scontrol show node {node}. Without it: -N with fewer nodes, or sbatch --exclude={node}. "
+        f"All nodes must see {python}; for another: PYTHON=/path/to/python"
     )
 
 
