@@ -4,8 +4,10 @@ python -m ddp_examples.core.logged FOLDER MODULE [arguments of the module], as t
 files have neither the host nor the global rank in their names.)
 """
 
+import ctypes
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +25,7 @@ def main(argv: List[str]) -> None:
     ranks = read_ranks(os.environ)
     send_output(Path(folder) / f"{socket.gethostname()}-rank{ranks.rank}.log", ranks)
     name_process(ranks)
+    end_with_parent()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -56,6 +59,12 @@ def name_process(ranks: Ranks) -> None:
         Path("/proc/self/comm").write_text(f"rank {ranks.rank}")
     except OSError:
         return  # no Linux, or a closed /proc
+
+
+def end_with_parent() -> None:
+    """Linux: SIGKILL when torchrun's agent is gone: Slurm kills the agent when its patience ends, and may miss us."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

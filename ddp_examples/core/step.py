@@ -11,10 +11,10 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import List, Optional
+from typing import List, Optional, Set
 
 from ddp_examples.core.exits import Exit, say
-from ddp_examples.core.job import Job
+from ddp_examples.core.job import Job, ask
 
 GRACE_S = 10.0  # from the first node that has ended badly until the others are told to end; srun does that by itself
 KILL_S = 35.0  # from then until they are killed: torchrun gives its ranks 30 s
@@ -27,13 +27,14 @@ def run_step(command: List[str], logs: Path, job: Job) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.glob("*.status"):  # of an earlier run in this job
         old.unlink()
-    step = _Step(command, logs)
+    step = _Step(command, logs, job)
     for number in SIGNALS:
         signal.signal(number, step.on_signal)
     status = step.wait()
     words = sorted((int(file.read_text() or 1) for file in logs.glob("*.status")), key=_cause_first)
     if status and step.signalled:
-        say(f"ended by {signal.Signals(step.signalled).name}; all ranks are ended")
+        if not step.told_by_nodes:
+            say(f"ended by {signal.Signals(step.signalled).name}")
         return Exit.LATER if Exit.LATER in words else 128 + step.signalled
     if status and not words:
         say(_not_started(command, step.noise, job))
@@ -61,8 +62,9 @@ def _not_started(command: List[str], noise: List[str], job: Job) -> str:
 class _Step:
     """The running command, in a session of its own, so that a signal can be sent to all of it."""
 
-    def __init__(self, command: List[str], logs: Path) -> None:
-        self.logs = logs
+    def __init__(self, command: List[str], logs: Path, job: Job) -> None:
+        self.logs, self.job = logs, job
+        self.told_by_nodes: Set[str] = set()
         self.signalled = 0  # the signal that we got
         self.told = 0.0  # when it was told to end
         self.noise: List[str] = []
@@ -79,20 +81,27 @@ class _Step:
         self.reader.start()
 
     def _read(self) -> None:
-        """Pass on what the nodes say; keep back what srun says of it."""
+        """Pass on what the nodes say, and what many of them say once; keep back what srun says of it."""
         for line in self.process.stderr or ():
             if NOISE.match(line):
                 self.noise.append(line.rstrip())
-            else:
+            elif line not in self.told_by_nodes:
                 sys.stderr.write(line)
                 sys.stderr.flush()
+                self.told_by_nodes.update([line] if line.startswith("ddp-examples: ") else [])
 
     def on_signal(self, number: int, _: Optional[FrameType]) -> None:
         self.signalled = self.signalled or number
-        self.end(signal.SIGTERM)
+        if not self.told:
+            self.end()
 
-    def end(self, number: int) -> None:
-        self.told = self.told or time.monotonic()
+    def end(self) -> None:
+        """SIGTERM for every process of the job's steps. By scancel: srun would take it as an order to kill them."""
+        self.told = time.monotonic()
+        if ask("scancel", "--signal=TERM", self.job.id) is None:
+            self.send(signal.SIGTERM)
+
+    def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -107,9 +116,9 @@ class _Step:
                 now = time.monotonic()
             failed = failed or (now if any(self.logs.glob("*.status")) else 0)
             if failed and not self.told and now > failed + GRACE_S:
-                self.end(signal.SIGTERM)
+                self.end()
             if self.told and now > self.told + KILL_S:
-                self.end(signal.SIGKILL)
+                self.send(signal.SIGTERM)
         self.reader.join(5)
         return status if status >= 0 else 128 - status
 
