@@ -59,4 +59,5 @@ def _state(job: str) -> Tuple[str, int]:
     words = (answer or "").split()
     if len(words) < 2:
         return "UNKNOWN", 0
-    return words[0], os.waitstatus_to_exitcode(int(words[1]))
+    code = os.waitstatus_to_exitcode(int(words[1]))
+    return words[0], code if code >= 0 else 128 - code

@@ -48,7 +48,7 @@ def on_this_machine(options: argparse.Namespace, settings: List[str]) -> int:
     if "--help" in settings or "-h" in settings:
         print(USAGE)
     load_config_of(demo, settings, Ranks())
-    if options.nodes or options.queue or options.time or options.account:
+    if (options.nodes or 1) > 1 or options.queue or options.time or options.account:
         refuse(Exit.USAGE, "launch/local.sh starts ranks on this machine. On the nodes of a job: launch/slurm.sh -N 2")
     ranks = options.ranks or gpus_here(os.environ) or DEFAULT_RANKS
     arguments = torchrun_arguments(ranks, f"ddp_examples.{demo.name}", settings)

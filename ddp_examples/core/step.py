@@ -120,6 +120,8 @@ class _Step:
             if self.told and now > self.told + KILL_S:
                 self.send(signal.SIGTERM)
         self.reader.join(5)
+        if self.process.stderr and not self.reader.is_alive():
+            self.process.stderr.close()
         return status if status >= 0 else 128 - status
 
 

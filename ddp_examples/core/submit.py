@@ -61,6 +61,9 @@ def start(site: Site, job: Job, options: argparse.Namespace, demo: str, settings
             Exit.UNABLE,
             f"no {command[0]} in PATH, which starts the nodes of job {job.id}. Type this outside the container",
         )
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+    if cpus:  # since 22.05 srun does not take it from sbatch, and all ranks of a node would share one core
+        os.environ.setdefault("SRUN_CPUS_PER_TASK", cpus)
     status = run_step(command, logs, job)
     if status == Exit.LATER and options.requeue:
         done = ask("scontrol", "requeue", job.id) is not None

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, Sequence
+from typing import Callable, Dict, Iterable, List, Mapping, Sequence
 
 from ddp_examples.core.config import ConfigError
 from ddp_examples.core.exits import Exit, refuse
@@ -110,15 +110,22 @@ def watch(arguments: Sequence[str]) -> int:
 
 def _everywhere(look: str, job: str, hosts: Sequence[str]) -> Iterable[str]:
     """`here` on all hosts at once."""
-    commands = [shlex.split(look.format(job=job, host=host)) for host in hosts]
-    remote = [sys.executable, "-m", "ddp_examples.core.usage"]
     running = [
-        subprocess.Popen([*command, *remote], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        for command in commands
+        subprocess.Popen(look_command(look, job, host, os.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        for host in hosts
     ]
     for host, process in zip(hosts, running):
-        for line in (process.communicate()[0] or "no answer").splitlines():
+        for line in (process.communicate()[0].decode() or "no answer").splitlines():
             yield f"  {host}  {line}"
+
+
+def look_command(look: str, job: str, host: str, env: Mapping[str, str]) -> List[str]:
+    """The command that shows a host. By ssh the words go through a shell there, which has not loaded our modules."""
+    libraries = env.get("LD_LIBRARY_PATH")
+    remote = ["env", f"LD_LIBRARY_PATH={libraries}"] if libraries else []
+    remote += [sys.executable, "-m", "ddp_examples.core.usage"]
+    command = shlex.split(look.format(job=job, host=host))
+    return [*command, shlex.join(remote)] if command[0] == "ssh" else [*command, *remote]
 
 
 def main(argv: List[str]) -> int:
