@@ -55,8 +55,8 @@ def test_from_the_login_host(cluster, tmp_path):
     check_good(result, log.with_suffix(""), ranks=4)
     assert f"job {log.stem} is submitted" in result.out
     assert "4 of 4 checks passed" in log.read_text()
-    rank_0 = [path for path in log.with_suffix("").glob("*-rank0.log")]
-    assert "4 of 4 checks passed" in rank_0[0].read_text()
+    [rank_0] = log.with_suffix("").glob("*-rank0.log")
+    assert "4 of 4 checks passed" in rank_0.read_text()
 
 
 def test_inside_a_job_by_ibrun(cluster, tmp_path):

@@ -118,3 +118,16 @@ def test_a_restarted_job_meets_elsewhere():
     assert Job("17", 0, ("a",)).run != Job("17", 1, ("a",)).run
     assert Job("17", 0, ("a",)).port != Job("17", 1, ("a",)).port
     assert all(1024 < Job(str(number), 0, ("a",)).port < 32768 for number in (0, 1, 31000, 99999999))
+
+
+@pytest.mark.parametrize(("options", "asked"), [(["--requeue"], [("scontrol", "requeue", "17")]), ([], [])])
+def test_run_that_stopped_after_saving_is_queued_again(options, asked, machine, monkeypatch):
+    """Where the batch script says so: in a shell of one's own the job must not be taken away."""
+    commands = []
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "c101-[001-002]")
+    monkeypatch.setattr(submit, "run_step", lambda *arguments: 75)
+    monkeypatch.setattr(submit, "ask", lambda *command: commands.append(command) or "")
+    monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert submit.main(["/code/launch/slurm.sh", "site=slurm", *options, *SETTINGS]) == 75
+    assert commands == asked
