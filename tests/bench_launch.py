@@ -1,7 +1,7 @@
 """What the launchers cost: python tests/bench_launch.py [plan | local | cluster].
 
 plan: the whole dry run for 1,024 nodes. local: launch/local.sh against bare torchrun, 4 ranks, 5 pairs. cluster: two
-nodes by launch/slurm.sh against srun and torchrun by hand, 3 pairs, as root. By hand, on a machine that does nothing else.
+nodes by launch/slurm.sh against srun and torchrun by hand, 3 pairs, as root. On a machine that does nothing else.
 """
 
 import statistics
