@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from torchrun import ROOT, run
 
 from ddp_examples.core.config import ConfigError
 from ddp_examples.core.queues import choose_queue, queues_of
@@ -106,3 +107,22 @@ def test_without_known_queues_slurm_decides():
 def test_queues_of_sinfo():
     text = "dev|2:00:00|2|gpu:4(S:0-1)\nmain*|infinite|10|(null)\nmain*|infinite|3|gpu:a100:8,craynetwork:1\nodd line"
     assert queues_of(text) == {"main": Queue(13, "infinite", 8), "dev": Queue(2, "2:00:00", 4)}
+
+
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        ("frontera", "module load python3/3.9.2|/scratch/me/ddp-examples/venv"),
+        ("slurm", f"|{ROOT}/.venv"),
+        ("own", "module load gcc/12 python/3.11|/work/me/ddp/venv"),
+    ],
+)
+def test_launchers_find_modules_and_environment(own, site, said, tmp_path):
+    """They must read the site's file before there is a Python."""
+    own("modules: [gcc/12, python/3.11] # both\nfolder: $WORK/ddp\n")
+    script = 'source "$0/launch/common.sh"; module() { echo -n "module $*"; }; use_site "$1"; echo "|$venv"'
+    result = run(
+        ["bash", "-euc", script, str(ROOT), site],
+        env={"DDP_EXAMPLES_CONF": str(tmp_path), "SCRATCH": "/scratch/me", "WORK": "/work/me"},
+    )
+    assert result.output == said + "\n"
