@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: finds or makes a Python that has this project. Sets `root` and, by need_python, `python`.
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=$root/.venv # use_site may name another
 
 fail() {
     echo "ddp-examples: $*" >&2
@@ -32,10 +33,10 @@ base_python() {
     fail "no Python >= 3.9 with venv in PATH. Name one: PYTHON=/path/to/python3 $0"
 }
 
-# Install into .venv: with pinned versions, and where a pin can't be had, without.
+# Install into $venv: with pinned versions, and where a pin can't be had, without.
 install_project() {
-    local extras=$1 pip=("$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-    echo "ddp-examples: installing into $root/.venv (once; a minute or a few)" >&2
+    local extras=$1 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+    echo "ddp-examples: installing into $venv (once; a minute or a few)" >&2
     if ! "${pip[@]}" --constraint "$root/launch/constraints.txt" --editable "$root$extras"; then
         echo "ddp-examples: that did not work with the versions in launch/constraints.txt; trying without them" >&2
         "${pip[@]}" --editable "$root$extras" ||
@@ -43,21 +44,54 @@ install_project() {
     fi
 }
 
-# need_python EXTRA MODULE...: sets `python` to an absolute interpreter that has the project and these modules.
+# find_python MODULE...: sets `python` to an absolute interpreter that has the project and these modules; installs nothing.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 "$venv/bin/python"; do
+        python=$(command -v "$candidate") && has_project "$python" "$@" && return
+    done
+    return 1
+}
+
+# need_python EXTRA MODULE...: as find_python, and where there is none makes one in $venv.
 need_python() {
     local extra=$1
     shift
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3 "$root/.venv/bin/python"; do
-        python=$(command -v "$candidate") && has_project "$python" "$@" && return
-    done
-    exec 9>"$root/.venv.lock" # two at once on one machine: the second waits until the first has installed
+    find_python "$@" && return
+    exec 9>"$venv.lock" # two at once on one machine: the second waits until the first has installed
     if command -v flock >/dev/null; then flock 9; fi
-    python=$root/.venv/bin/python
+    python=$venv/bin/python
     if ! has_project "$python" "$@"; then
-        [[ -x $python ]] || "$(base_python)" -m venv "$root/.venv"
+        [[ -x $python ]] || "$(base_python)" -m venv "$venv"
         install_project "${extra:+[$extra]}"
     fi
     exec 9>&-
-    has_project "$python" "$@" || fail "$root/.venv is damaged; remove it and start again: rm -r '$root/.venv'"
+    has_project "$python" "$@" || fail "$venv is damaged; remove it and start again: rm -r '$venv'"
+}
+
+# site_value SITE KEY: the value on the key's line in the site's file, without comment, brackets and quotes.
+site_value() {
+    local file value
+    for file in ${DDP_EXAMPLES_CONF:+"$DDP_EXAMPLES_CONF/site/$1.yaml"} "$root/conf/site/$1.yaml" "$root/conf/site/slurm.yaml"; do
+        [[ -f $file ]] && value=$(sed -n "s/^$2: *//p" "$file") && [[ -n $value ]] && break
+    done
+    sed 's/ #.*//; s/[][",]/ /g; s/^ *//; s/ *$//' <<<"${value:-}"
+}
+
+# use_site SITE: load its modules, and take the Python environment in its folder.
+use_site() {
+    local folder
+    if type module >/dev/null 2>&1; then
+        set +u # Lmod's functions use variables that are not set
+        # shellcheck disable=SC2046  # each word is a module
+        [[ -z $(site_value "$1" modules) ]] || module load $(site_value "$1" modules)
+        set -u
+    fi
+    folder=$(site_value "$1" folder)
+    case $folder in
+        . | "") ;;
+        \$SCRATCH*) [[ -z ${SCRATCH:-} ]] || venv=$SCRATCH${folder#\$SCRATCH}/venv ;;
+        \$WORK*) [[ -z ${WORK:-} ]] || venv=$WORK${folder#\$WORK}/venv ;;
+        *) venv=${folder/#\~/$HOME}/venv ;;
+    esac
 }

@@ -5,13 +5,29 @@ from pathlib import Path
 from typing import Dict, List, Set
 
 CORE = "ddp_examples.core."
-STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans", "owner"}
+STANDARD_LIBRARY_ONLY = {
+    "exits",
+    "ranks",
+    "orphans",
+    "owner",
+    "job",
+    "ports",
+    "preflight",
+    "hello",
+    "follow",
+    "step",
+    "logged",
+}
 NO_TORCH = {
     "plot",
     "demos",
     "config",
     "launch",
     "runs",
+    "site",
+    "queues",
+    "usage",
+    "submit",
     "forkserver",
     "node",
 }  # a node imports torch only after it has checked
@@ -20,8 +36,16 @@ FLOOR = {
     "exits": 0,
     "orphans": 0,
     "ranks": 0,
+    "job": 0,
+    "ports": 0,
+    "preflight": 0,
+    "hello": 0,
+    "follow": 0,
+    "step": 0,
     "demos": 1,
     "config": 1,
+    "site": 1,
+    "queues": 1,
     "launch": 1,
     "runs": 1,
     "alone": 0,
@@ -39,6 +63,9 @@ FLOOR = {
     "rendezvous": 3,
     "agent": 3,
     "node": 3,
+    "submit": 3,
+    "logged": 3,
+    "usage": 3,
 }
 DEMO_FLOOR = 3
 

@@ -11,6 +11,8 @@ from torchrun import ROOT, local, run
 
 from ddp_examples.core.forkserver import MOST_RANKS, can_fork
 from ddp_examples.core.launch import gpus_here, parse_arguments, rank_environment, torchrun_arguments
+from ddp_examples.core.ranks import loopback_interface
+from ddp_examples.core.site import load_site
 
 
 def test_options_are_split_from_settings() -> None:
@@ -45,7 +47,8 @@ def test_cpus_are_shared_among_the_ranks_and_what_is_set_stays() -> None:
     assert rank_environment(4, {}, cpus=16)["OMP_NUM_THREADS"] == "4"
     assert rank_environment(4, {}, cpus=2)["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in rank_environment(4, {"OMP_NUM_THREADS": "7"}, cpus=16)
-    assert rank_environment(1, {}, 1, platform="linux")["GLOO_SOCKET_IFNAME"] == "lo"
+    assert rank_environment(1, {}, 1)["GLOO_SOCKET_IFNAME"] == loopback_interface()
+    assert "GLOO_SOCKET_IFNAME" not in rank_environment(1, {}, 1, load_site("slurm"), nodes=2)
 
 
 def test_more_ranks_than_a_fork_server_can_start_are_spawned_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from ddp_examples.core import exits
-from ddp_examples.core.ranks import NAMES, Ranks, read_ranks
+from ddp_examples.core.ranks import NAMES, Ranks, loopback_interface, read_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +61,7 @@ def test_one_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             read_ranks({"RANK": str(rank), "WORLD_SIZE": "3"})
     assert capsys.readouterr().err.count("LOCAL_RANK not set") == 1
+
+
+def test_loopback_has_another_name_on_other_systems() -> None:
+    assert (loopback_interface("linux"), loopback_interface("darwin")) == ("lo", "lo0")

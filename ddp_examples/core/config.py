@@ -121,7 +121,7 @@ def chosen_demo(argv: Sequence[str], ranks: Ranks) -> DemoFile:
     ]
     name = names[0]
     if name not in demos():
-        refuse(Exit.USAGE, f"demo={name}: no such demo. {_nearest(name, list(demos()), 'demo=')}", ranks.rank == 0)
+        refuse(Exit.USAGE, f"demo={name}: no such demo. {nearest(name, list(demos()), 'demo=')}", ranks.rank == 0)
     return demos()[name]
 
 
@@ -132,9 +132,9 @@ def build_config(demo: DemoFile, params: Type[Any], argv: Sequence[str]) -> Conf
     if chosen.get("demo", demo.name) != demo.name:
         raise ConfigError(f"this is the demo {demo.name}. For another: -m ddp_examples demo={chosen['demo']}")
     tree = _typed_tree(params)
-    choices = {"backend": "auto", **_lay_over(tree, demo.conf_files("config.yaml")), **chosen, "demo": demo.name}
+    choices = {"backend": "auto", **lay_over(tree, demo.conf_files("config.yaml")), **chosen, "demo": demo.name}
     for group, choice in choices.items():
-        _lay_over(tree[group], _choice_files(demo, group, str(choice)), prefix=f"{group}.")
+        lay_over(tree[group], _choice_files(demo, group, str(choice)), prefix=f"{group}.")
     tree.name, tree.backend.name = demo.name, choices["backend"]
     types = key_types(params)
     for key, text in arguments:
@@ -204,13 +204,11 @@ def _choice_files(demo: DemoFile, group: str, choice: str) -> List[Path]:
     files = demo.conf_files(f"{group}/{choice}.yaml")
     if not files:
         there = sorted({file.stem for folder in demo.conf_folders for file in (folder / group).glob("*.yaml")})
-        raise ConfigError(
-            f"{group}={choice}: there is no {group}/{choice}.yaml. {_nearest(choice, there, group + '=')}"
-        )
+        raise ConfigError(f"{group}={choice}: there is no {group}/{choice}.yaml. {nearest(choice, there, group + '=')}")
     return files
 
 
-def _lay_over(tree: DictConfig, files: Sequence[Path], prefix: str = "") -> Dict[str, Any]:
+def lay_over(tree: DictConfig, files: Sequence[Path], prefix: str = "") -> Dict[str, Any]:
     """Merge files into the tree, the first one last: it wins. Returns the choices (`backend: nccl`) they hold."""
     choices = {}
     for path in reversed(files):
@@ -220,7 +218,7 @@ def _lay_over(tree: DictConfig, files: Sequence[Path], prefix: str = "") -> Dict
         try:
             tree.merge_with(content)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{path}: {prefix}{error.full_key}: {_first_line(error)}") from None
+            raise ConfigError(f"{path}: {prefix}{error.full_key}: {first_line(error)}") from None
     return choices
 
 
@@ -236,14 +234,14 @@ def _read(path: Path) -> Dict[Any, Any]:
 
 def _set(tree: DictConfig, types: Mapping[str, Any], key: str, text: str) -> None:
     if key not in types:
-        raise ConfigError(f"{key}={text}: unknown key {key}. {_nearest(key, [*GROUPS, *types])}")
+        raise ConfigError(f"{key}={text}: unknown key {key}. {nearest(key, [*GROUPS, *types])}")
     try:
         OmegaConf.update(tree, key, _value(key, text, types[key]))
         value = OmegaConf.select(tree, key)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("not a finite number")
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{key}={text}: {_first_line(error)}") from None
+        raise ConfigError(f"{key}={text}: {first_line(error)}") from None
 
 
 def _value(key: str, text: str, kind: Any) -> Any:
@@ -265,7 +263,7 @@ def _finished(tree: DictConfig, demo: DemoFile) -> Config:
     try:
         config = typing.cast(Config, OmegaConf.to_object(tree))
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(_first_line(error)) from None
+        raise ConfigError(first_line(error)) from None
     checkpoint = dataclasses.replace(config.checkpoint, path=_absolute(config.checkpoint.path))
     report = _absolute(config.report) if config.report else None
     if report and Path(report).is_dir():
@@ -277,7 +275,7 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def _nearest(word: str, words: Sequence[str], prefix: str = "") -> str:
+def nearest(word: str, words: Sequence[str], prefix: str = "") -> str:
     """The word that is nearest to a mistyped one, in a sentence; first one whose last component is right or near."""
     last = {other.rpartition(".")[2]: other for other in reversed(words)}
     word = word.lower()
@@ -287,5 +285,5 @@ def _nearest(word: str, words: Sequence[str], prefix: str = "") -> str:
     return f"Did you mean {prefix}{close[0]}?" if close else f"There are: {', '.join(words)}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_examples.core import alone
 from ddp_examples.core.exits import Exit, Refusal, refuse, say
-from ddp_examples.core.launch import loopback_interface
-from ddp_examples.core.ranks import Ranks
+from ddp_examples.core.ranks import Ranks, loopback_interface
 
 T = TypeVar("T")
 

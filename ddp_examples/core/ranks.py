@@ -1,5 +1,6 @@
 """RANK, LOCAL_RANK and WORLD_SIZE -> Ranks. Standard library only."""
 
+import sys
 from dataclasses import dataclass
 from typing import Dict, Mapping
 
@@ -68,3 +69,8 @@ def _numbers(env: Mapping[str, str], speaks: bool) -> Dict[str, int]:
         except ValueError:
             refuse(Exit.USAGE, f"{name}={text} is not a whole number", speaks)
     return numbers
+
+
+def loopback_interface(platform: str = sys.platform) -> str:
+    """Name of the network interface that no other host reaches: Linux says lo, macOS and the BSDs lo0."""
+    return "lo" if platform.startswith("linux") else "lo0"
