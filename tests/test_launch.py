@@ -83,7 +83,7 @@ def test_dry_run_prints_the_command_one_argument_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-n", "0"], "at least 1 rank"),
+        (["-n", "0"], "at least 1"),
         (["-n", "x"], "-n"),
         (["--dri-run"], "--dri-run"),
         (["demo.epohs=3"], "demo.epochs"),

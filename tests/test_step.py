@@ -105,7 +105,8 @@ def test_number_of_a_submitted_job():
         (["FAILED 768"], 3),
         (["TIMEOUT 0"], 1),
         (["CANCELLED 15"], 143),
-        ([""], 1),
+        (["RUNNING 0", "", "RUNNING 0", "COMPLETED 0"], 0),
+        ([""] * follow.UNANSWERED, 1),
     ],
 )
 def test_following_a_job_ends_as_it_does(answers, status, tmp_path, monkeypatch, capsysbinary):

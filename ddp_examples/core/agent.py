@@ -46,8 +46,14 @@ def run_agent(arguments: Sequence[str], fork: bool = True) -> int:
     if fork and options.module:
         config.start_method = "forkserver"
         entrypoint, entrypoint_arguments = run_rank, [options.training_script, *options.training_script_args]
+    agents: List[NodeAgent] = []
+
+    def make(*args: Any, **settings: Any) -> NodeAgent:
+        agents.append(NodeAgent(*args, **settings))
+        return agents[0]
+
     try:
-        with patch.object(api, "LocalElasticAgent", NodeAgent):  # launch_agent has no argument for it
+        with patch.object(api, "LocalElasticAgent", make):  # launch_agent has no argument for it
             api.elastic_launch(config, entrypoint)(*entrypoint_arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -57,6 +63,8 @@ def run_agent(arguments: Sequence[str], fork: bool = True) -> int:
             say(f"rank {rank} failed first, with {how}")
         return code if code > 0 else 128 - code
     except SignalException as error:
+        if agents and agents[0].all_saved():
+            return Exit.LATER
         say(f"ended by {signal.Signals(error.sigval).name}; all ranks are ended")
         return 128 + int(error.sigval)
     return Exit.OK
@@ -95,6 +103,12 @@ class NodeAgent(LocalElasticAgent):
                 first = ProcessFailure(local_rank, context.pids()[local_rank], code, context.error_files[local_rank])
                 return RunResult(result.state, failures={worker_group.workers[local_rank].global_rank: first})
         return result
+
+    def all_saved(self) -> bool:
+        """Whether all ranks have left with "go on later", or were through."""
+        context: Any = self._pcontext
+        codes = {exit_code(context, local_rank) for local_rank in context.pids()} if context else set()
+        return Exit.LATER in codes and codes <= {Exit.LATER, Exit.OK}
 
 
 def exit_code(context: Any, local_rank: int) -> Optional[int]:

@@ -11,6 +11,7 @@ from ddp_examples.core.exits import Exit, say
 from ddp_examples.core.job import ask
 
 POLL_S = 2.0  # squeue asks the one controller that all users share
+UNANSWERED = 5  # that many times in a row, and the job is forgotten, not the controller busy
 LIVING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT", "SUSPENDED")
 
 
@@ -22,13 +23,16 @@ def job_number(sbatch: str) -> Optional[str]:
 
 def follow(job: str, log: Path) -> int:
     """Print the log as it grows until the job has ended; returns its exit status. Ctrl-C leaves the job alone."""
-    place, asked, state, status = 0, 0.0, "PENDING", 0
+    place, asked, unanswered = 0, 0.0, 0
+    state, status = "PENDING", 0
     try:
         while state in LIVING:
             time.sleep(0.2)
             place = _print_from(log, place)
             if time.monotonic() - asked > POLL_S:
-                state, status = _state(job)
+                now, status = _state(job)
+                unanswered = unanswered + 1 if now == "UNKNOWN" else 0
+                state = now if unanswered in (0, UNANSWERED) else state
                 asked = time.monotonic()
     except KeyboardInterrupt:
         say(f"job {job} goes on. Its log: {log}; to end it: scancel {job}")

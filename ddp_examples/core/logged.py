@@ -25,7 +25,7 @@ def main(argv: List[str]) -> None:
     ranks = read_ranks(os.environ)
     send_output(Path(folder) / f"{socket.gethostname()}-rank{ranks.rank}.log", ranks)
     name_process(ranks)
-    die_with_parent(signal.SIGKILL)  # torchrun's agent: Slurm kills it when its patience ends, and may miss us
+    die_with_parent(signal.SIGKILL)  # the agent, or the fork server, which dies with it: Slurm may kill it and miss us
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
