@@ -182,7 +182,7 @@ CASES: Dict[str, Case] = {
     "no sbatch": (lambda c, f: without(c, f, "sbatch", job=False), ("sbatch", "launch/local.sh")),
     "no srun": (lambda c, f: without(c, f, "srun", job=True), ("no srun",)),
 }
-WORKS: Dict[str, Case] = {
+WORKS: Dict[str, Case] = {  # what does without: the job's list of nodes is then expanded here
     "no scontrol": (lambda c, f: without(c, f, "scontrol", job=True), ("4 of 4 checks passed", "c101-001, c101-002")),
 }
 

@@ -4,6 +4,7 @@ What else can go wrong before the ranks start, about 30 ways: tests/loop_cluster
 """
 
 import os
+import re
 import subprocess
 import sys
 from typing import Iterator
@@ -109,12 +110,25 @@ def test_link_cut_before_the_start(cluster, tmp_path):
     assert result.left == []
 
 
-def test_watch_ends_with_the_job(cluster, tmp_path):
-    sbatch = ["sbatch", "--parsable", "--nodes=2", "--output=/dev/null", "--wrap=sleep 4"]
-    job = cluster.on("login1", *sbatch, cwd=tmp_path).out.strip()
-    result = cluster.on("login1", str(ROOT / "launch" / "watch.sh"), job, cwd=tmp_path)
+WATCH = """
+launch/watch.sh "$0" | while IFS= read -r line; do
+    echo "$line"
+    [[ $line != *'c101-002  rank 1 '* ]] || scancel "$0"
+done
+exit "${PIPESTATUS[0]}"
+"""
+
+
+def test_watch_shows_the_ranks_and_ends_with_the_job(cluster, tmp_path):
+    env = ["env", "-C", str(tmp_path), f"PYTHON={sys.executable}"]
+    submit = [str(ROOT / "launch" / "slurm.sh"), "-N2", "-n1", *RUN, "demo.epochs=100000"]
+    said = testbed.call("on", "login1", *env, *submit)  # by cluster.on the job would end with the command
+    [job] = re.findall(r"job (\d+) is submitted", said)
+    result = cluster.on("login1", "bash", "-c", WATCH, job, cwd=ROOT)
+    cluster.wait_idle()
     assert result.status == 0, result.output
-    assert all(f"  {node}  no rank runs here" in result.out for node in NODES)
+    assert re.search(r"c101-001  rank 0 +\d+ % of a CPU", result.out), result.out
+    assert re.search(r"c101-002  rank 1 +\d+ % of a CPU", result.out), result.out
     assert result.out.endswith(f"job {job} has ended\n")
 
 

@@ -72,14 +72,14 @@ def commands() -> List[str]:
 
 def settings_of(words: List[str]) -> List[str]:
     """The settings of a command of README, as far as it starts one of our demos."""
-    if words[0] == "launch/local.sh":
-        return parse_arguments(words[1:])[1]
+    if words[0] in ("launch/local.sh", "launch/slurm.sh", "launch/frontera.sh"):
+        return [setting for setting in parse_arguments(words[1:])[1] if setting != "--setup"]
     return [word for word in words if "=" in word and not word.startswith("-") and "[" not in word]
 
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_readme_exists_and_its_settings_are_right(command: str) -> None:
-    words = shlex.split(command)
+    words = shlex.split(command, comments=True)
     program = words[0]
     assert program in SHELL_WORDS | {"torchrun", "python"} or (ROOT / program).is_file(), program
     modules = [words[index + 1] for index, word in enumerate(words) if word == "-m"]

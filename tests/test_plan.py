@@ -55,6 +55,14 @@ def test_golden(site, nodes, machine, capsys):
     assert [path.name for path in machine.iterdir()] == []  # nothing was written
 
 
+@pytest.mark.parametrize("option", ["-N2", "-prtx", "-t1:00:00", "-Ame", "--wait", "site=slurm"])
+def test_what_is_for_jobs_is_refused_on_this_machine(option, machine, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        node.main(["--dry-run", option, *SETTINGS])
+    assert stopped.value.code == 2
+    assert "launch/slurm.sh -N 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [["-N", "17", "-p", "rtx"], ["-t", "49:00:00"], ["-p", "gtx"], ["-t", "soon"]])
 def test_frontera_refuses_before_sbatch(options, machine, capsys):
     with pytest.raises(SystemExit) as stopped:

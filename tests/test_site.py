@@ -28,6 +28,14 @@ def test_own_site_is_one_file(own):
     assert site.look == load_site("slurm").look  # what it leaves out is as in slurm.yaml
 
 
+def test_own_site_of_readme(own):
+    text = (ROOT / "README.md").read_text()
+    own(text.partition("owl.yaml <<'END'\n")[2].partition("END\n")[0], name="owl")
+    site = load_site("owl")
+    assert site.queues["short"] == Queue(4, "04:00:00", 2)
+    assert site.interface == "ib0"
+
+
 def test_own_file_of_a_shipped_site_wins_by_key(own):
     own("startup_timeout_s: 99\n", name="frontera")
     site = load_site("frontera")

@@ -16,6 +16,7 @@ launch/slurm.sh, launch/frontera.sh [-N NODES] [-n RANKS] [-p QUEUE] [-t HH:MM:S
                                     [site=NAME] [group=choice | key=value ...]
   -N NODES: default 1, in a job all of it     -n RANKS of a node: default its GPUs, else 4
   --wait: follow the job, end as it ends      --dry-run: print what would be run, run nothing
+  launch/slurm.sh --setup, launch/frontera.sh --setup: make the Python environment of the site, once
 """
 DEFAULT_RANKS = 4  # of a node without GPUs
 

@@ -49,7 +49,8 @@ def on_this_machine(options: argparse.Namespace, settings: List[str]) -> int:
     if "--help" in settings or "-h" in settings:
         print(USAGE)
     runs = planned_runs(settings, Ranks())
-    if (options.nodes or 1) > 1 or options.queue or options.time or options.account:
+    of_a_job = (options.queue, options.time, options.account, options.wait, options.site != "local")
+    if (options.nodes or 1) > 1 or any(of_a_job):
         refuse(Exit.USAGE, "launch/local.sh starts ranks on this machine. On the nodes of a job: launch/slurm.sh -N 2")
     ranks = options.ranks or gpus_here(os.environ) or DEFAULT_RANKS
     arguments = torchrun_arguments(ranks, module_of(runs), settings)
