@@ -50,9 +50,10 @@ def check_refused(result, *words):
     assert result.left == []
 
 
-def test_from_the_login_host(cluster, tmp_path):
-    result = cluster.launch("slurm", "login1", "-N2", "-n2", "--wait", *RUN, cwd=tmp_path)
-    [log] = (tmp_path / "runs").glob("*.log")
+@pytest.mark.parametrize(("site", "runs"), [("slurm", "runs"), ("frontera", "ddp-examples/runs")])
+def test_from_the_login_host(cluster, site, runs, tmp_path):
+    result = cluster.launch(site, "login1", "-N2", "-n2", "--wait", *RUN, cwd=tmp_path)
+    [log] = (tmp_path / runs).glob("*.log")
     check_good(result, log.with_suffix(""), ranks=4)
     assert f"job {log.stem} is submitted" in result.out
     assert "4 of 4 checks passed" in log.read_text()
