@@ -5,16 +5,24 @@ from pathlib import Path
 from typing import Dict, List, Set
 
 CORE = "ddp_examples.core."
-STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans"}
+STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans", "failure", "trail", "judge", "verdict", "last_words"}
 NO_TORCH = {"demos", "config", "launch", "forkserver", "node"}  # a node imports torch only after it has checked
-NO_OMEGACONF = {"group", "digits", "verify", "rendezvous", "agent", "preload"}
+NO_OMEGACONF = {"group", "digits", "verify", "rendezvous", "agent", "preload", "progress", "watch", "witness"}
 FLOOR = {
     "exits": 0,
     "orphans": 0,
+    "failure": 0,
+    "trail": 0,
+    "judge": 0,
+    "verdict": 0,
+    "last_words": 0,
     "ranks": 0,
     "demos": 1,
     "config": 1,
     "launch": 1,
+    "progress": 1,
+    "watch": 1,
+    "witness": 1,
     "group": 1,
     "digits": 1,
     "verify": 2,

@@ -25,7 +25,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_examples.core.exits import Exit, refuse, say
+from ddp_examples.core.progress import Progress
 from ddp_examples.core.ranks import Ranks
+from ddp_examples.core.witness import Witness
 
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ class Group:
     backend: str  # "gloo" or "nccl"
     why: str  # that backend
     device: torch.device  # of this rank
+    progress: Progress
     host: str = field(default_factory=socket.gethostname)
     started: float = field(default_factory=time.time)  # seconds since 1970
 
@@ -51,11 +54,20 @@ class MainRankError(RuntimeError):
 
 
 @contextmanager
-def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, debug: bool = False) -> Iterator[Group]:
+def process_group(
+    ranks: Ranks,
+    backend: str = "auto",
+    timeout_s: float = 120,
+    debug: bool = False,
+    hang_s: float = 0,
+    lost_s: float = 0,
+) -> Iterator[Group]:
     """Open the default process group, and close it when the block has succeeded.
 
     `backend` is "auto", "gloo" or "nccl"; the ranks agree on one, and where it can't be had end with status 4. Tensors
     on the CPU can always be used in collectives. A collective that takes longer than `timeout_s` seconds is an error.
+    When no rank has moved for `hang_s` seconds, or one has been silent for `lost_s`, the run ends, and says which (0:
+    not looked for; in a world of one neither, so that a breakpoint is no hang).
 
     The block must not keep a DDP model alive (call a function that owns it): see _close. On an error the group is left
     as it is: destroying it makes the peers fail in their collectives while the rank at fault is still on its way out,
@@ -77,16 +89,20 @@ def process_group(ranks: Ranks, backend: str = "auto", timeout_s: float = 120, d
         device_id=device if device.type == "cuda" else None,
     )
     models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-    hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models))
+    witness = Witness(ranks, store, hang_s, lost_s)
+    hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models, witness))
     try:
-        yield Group(ranks, name, why, device)
-    except BaseException:
+        yield Group(ranks, name, why, device, witness.progress)
+    except BaseException as error:
+        witness.failed(error, models)
         if ranks.world_size == 1:
             _close(models)
         raise
     else:
+        witness.through()
         _close(models)
     finally:
+        witness.close()
         hook.remove()
         restore.close()
 
@@ -165,9 +181,10 @@ def _agree(store: dist.Store, ranks: Ranks, name: str, why: str) -> Tuple[str, s
     return name, why
 
 
-def _remember(owner: torch.nn.Module, models: "weakref.WeakSet[torch.nn.Module]") -> None:
-    if isinstance(owner, DistributedDataParallel):  # the hook runs when DDP takes the model as its submodule
-        models.add(owner)
+def _remember(owner: torch.nn.Module, models: "weakref.WeakSet[torch.nn.Module]", witness: Witness) -> None:
+    if isinstance(owner, DistributedDataParallel) and owner not in models:
+        models.add(owner)  # the hook runs when DDP takes the model as its submodule
+        witness.progress.see(owner)
 
 
 def _close(models: "weakref.WeakSet[torch.nn.Module]") -> None:
