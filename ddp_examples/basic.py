@@ -55,7 +55,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def main() -> int:
     ranks = read_ranks(os.environ)
     config = load_config(Params, sys.argv[1:], ranks)
-    with process_group(ranks, config.backend.name, config.backend.timeout_s, config.debug) as group:
+    with process_group(ranks, **config.group()) as group:
         return train(group, config)  # a function of its own: the model must be gone when the group is closed
 
 

@@ -6,7 +6,6 @@ The launchers name that folder in DDP_EXAMPLES_RUN; core/verdict.py makes one ve
 import errno
 import json
 import os
-import site
 import socket
 import sys
 import sysconfig
@@ -59,7 +58,9 @@ class Failure:
 class StartError(RuntimeError):
     """The ranks were not given the same; raised on the odd one, before the first step."""
 
-    kind = "uneven"
+    def __init__(self, name: str, value: object, usual: object) -> None:
+        super().__init__(f"{name}: {value} here, {usual} on the others")
+        self.kind = "uneven" if name == "batches a rank" else "differs"
 
 
 def failure_of(error: BaseException, rank: int, local_rank: int, step: int) -> Failure:
@@ -139,24 +140,16 @@ def user_frame(trace: Optional[TracebackType]) -> str:
 
 _CORE = str(Path(__file__).resolve().parent) + os.sep
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_FOREIGN = tuple(
-    folder.rstrip(os.sep) + os.sep
-    for folder in {
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("platlib"),
-        os.path.dirname(os.__file__),  # noqa: PTH120  the stdlib of the Python that a venv is made from
-        *(site.getsitepackages() if hasattr(site, "getsitepackages") else []),
-        site.getusersitepackages(),
-    }
-)
+_STDLIB = tuple({sysconfig.get_path("stdlib") + os.sep, str(Path(os.__file__).parent) + os.sep})  # a venv has two
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
 def is_users(filename: str) -> bool:
     """Whether a frame of this file is of the user's own code. `<stdin>` is; `<frozen runpy>` is not."""
     if filename.startswith(_PACKAGE):  # installed or not, the demos stand for the user's code
         return not filename.startswith(_CORE)
-    return not filename.startswith(("<frozen", *_FOREIGN))
+    installed = any(folder in filename for folder in _INSTALLED)
+    return not (installed or filename.startswith(("<frozen", *_STDLIB)))
 
 
 def short(filename: str) -> str:

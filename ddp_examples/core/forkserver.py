@@ -3,6 +3,7 @@
 torchrun starts a fresh Python for each rank, and each imports torch: about 1.9 s of CPU a rank.
 """
 
+import io
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ddp_examples.core.exits import Exit, say
-from ddp_examples.core.failure import RUN
+from ddp_examples.core.failure import RUN, run_folder
 from ddp_examples.core.last_words import leave_record
 from ddp_examples.core.orphans import die_with_parent
 
@@ -48,8 +49,9 @@ def run_rank(folder: str, module: str, *arguments: str) -> None:
         os.setsid()  # as torchrun does: Ctrl-C goes to the agent, which ends the ranks, and not to each of them too
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL)
     rank = int(os.environ["RANK"])
-    os.environ[RUN] = folder
-    _keep_from_screen(Path(folder) / f"rank-{rank}.log")
+    if not run_folder():  # else the launcher that named one has seen to the ranks' output too
+        os.environ[RUN] = folder
+        _keep_from_screen(Path(folder) / f"rank-{rank}.log")
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -62,6 +64,13 @@ def run_rank(folder: str, module: str, *arguments: str) -> None:
     _leave_group()
 
 
+class _Screen(io.TextIOWrapper):
+    """Python's standard error. faulthandler, which torch enables, asks for the descriptor, and is to use the log."""
+
+    def fileno(self) -> int:
+        return 2
+
+
 def _keep_from_screen(log: Path) -> None:
     """What C code writes to standard error goes to the rank's log: gloo's last words, once a rank, are an echo mostly.
 
@@ -69,7 +78,7 @@ def _keep_from_screen(log: Path) -> None:
     """
     sys.stderr.flush()
     screen = os.dup(2)
-    sys.stderr = open(screen, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115,PTH123  open as long as we are
+    sys.stderr = _Screen(open(screen, "wb", 0), errors="backslashreplace", write_through=True)  # noqa: SIM115,PTH123
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(file, 2)
     os.close(file)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Sequence, Tuple
 
-from ddp_examples.core.trail import Entry
+from ddp_examples.core.trail import NO_GRADIENT, Entry
 
 Group = Tuple[List[int], str]  # ranks, and what they do
 
@@ -30,7 +30,7 @@ class Beat:
 class Stall:
     """The finding: `ranks` hold up the others since `seconds`; `groups` side by side, the culprits first."""
 
-    kind: str  # hang, skip, shape, left, lost, stall
+    kind: str  # hang, skip, shape, unused, left, lost, stall
     ranks: List[int]
     step: int
     seconds: float
@@ -132,6 +132,9 @@ def _parted(now: Dict[int, Entry]) -> Tuple[str, List[int], int, List[Group]]:
         odd = unlike_before if 0 < len(unlike_before) < len(now) else list(now)
     names = {entry.what.partition(" ")[0] for entry in now.values()}
     step = min(entry.step for entry in now.values())
+    without = [rank for rank, entry in now.items() if NO_GRADIENT in entry.what]
+    if 0 < len(without) < len(now):
+        return "unused", without, step, _calls(now, without)
     return "shape" if len(names) == 1 else "skip", odd, step, _calls(now, odd)
 
 
@@ -145,8 +148,10 @@ def _ahead(by_number: Dict[int, Dict[int, Entry]], last: int) -> Optional[Tuple[
     odd = behind if len(behind) < len(now) else unlike_before or list(now)
     step = min(entry.step for entry in now.values())
     before = by_number[behind[0]][last]
-    groups = [*_calls(now, list(now)), (behind, f"went on from {before.what} of step {before.step}, and wait there")]
-    return "skip", odd, step, sorted(groups, key=lambda group: group[0][0] not in odd)
+    groups = [*_calls(now, list(now)), (behind, f"still in what follows on {before.what} of step {before.step}")]
+    without = [rank for rank, entry in now.items() if NO_GRADIENT in entry.what]
+    kind, odd = ("unused", without) if without else ("skip", odd)
+    return kind, odd, step, sorted(groups, key=lambda group: group[0][0] not in odd)
 
 
 def _calls(now: Dict[int, Entry], first: Sequence[int]) -> List[Group]:

@@ -9,10 +9,11 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from functools import lru_cache
-from typing import Any, Callable, Iterable, Optional
+from typing import Any, Callable, Iterable, List, Optional
 from unittest.mock import patch
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_examples.core.failure import is_users, short
-from ddp_examples.core.trail import Trail
+from ddp_examples.core.trail import NO_GRADIENT, Trail
 
 # How dist.ProcessGroup calls it -> how the user does, and whether its tensor has the same shape on all ranks.
 COLLECTIVES = {
@@ -46,6 +47,8 @@ class Progress:
         self.trail = trail
         self.own_s = 0.0  # from the end of a step to the end of the next forward pass: no waiting for others in it
         self.own_steps = 0
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._missing = 0
         self._forward_passes = 0
         self._steps: Counter[int] = Counter()  # by optimizer
         self._since: Optional[float] = None
@@ -66,6 +69,7 @@ class Progress:
 
     def see(self, ddp: torch.nn.Module) -> None:
         """Count the forward passes of this DDP model."""
+        self._models.add(ddp)
         ddp.register_forward_pre_hook(self._forward)
         ddp.register_forward_hook(self._forwarded)
 
@@ -85,8 +89,22 @@ class Progress:
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps[id(optimizer)] += 1
         self.trail.step = max(self._steps.values())
-        self.trail.note("optimizer step")
+        self.trail.note(f"optimizer step{self._without_gradient()}")
         self._since = time.perf_counter()
+
+    def _without_gradient(self) -> str:
+        """After a backward pass that has not reached all parameters, DDP's collective on the others goes on waiting.
+
+        DDP itself tells in the next forward pass, if it comes to that. Some call collectives between the forward and
+        the backward pass, where all gradients are missing: seen three times, it is not asked again.
+        """
+        for model in self._models if self._missing < 3 else ():
+            try:
+                model.reducer._check_reducer_finalized()  # type: ignore[operator,union-attr]
+            except RuntimeError as error:
+                self._missing += 1
+                return NO_GRADIENT + (", ".join(unused_parameters(error, [model])) or "some parameters")
+        return ""
 
     def _noted(self, original: Callable[..., Any], called: str, alike: bool) -> Callable[..., Any]:
         main = threading.get_ident()
@@ -94,25 +112,23 @@ class Progress:
         def call(group: Any, *args: Any, **options: Any) -> Any:
             if group is dist.group.WORLD and threading.get_ident() == main:
                 self._since = None  # from here on it may wait
-                self.trail.note(f"{called} {_shape(args)}" if alike else called, _call_site())
+                what = f"{called} {_shape(args)}" if alike else called
+                self.trail.note(what + self._without_gradient(), _call_site())
             return original(group, *args, **options)
 
         return call
 
 
-def unused_parameters(error: BaseException, models: Iterable[torch.nn.Module]) -> str:
-    """What to do about DDP's `Expected to have finished reduction`: it says indices, a person knows names."""
+def unused_parameters(error: BaseException, models: Iterable[torch.nn.Module]) -> List[str]:
+    """Of DDP's `Expected to have finished reduction`: it says indices, a person knows names."""
     found = re.search(r"did not receive grad for rank \d+:((?: \d+)+)", str(error))
     for model in models if found else ():
         inner: torch.nn.Module = model.module  # type: ignore[assignment]
         names = [name for name, parameter in inner.named_parameters() if parameter.requires_grad]
         indices = [int(index) for index in found[1].split()] if found else []
         if max(indices) < len(names):
-            return (
-                f"{', '.join(names[index] for index in indices)} got no gradient: use it in the loss, or "
-                "DistributedDataParallel(..., find_unused_parameters=True)"
-            )
-    return ""
+            return [names[index] for index in indices]
+    return []
 
 
 def _shape(args: Any) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
+NO_GRADIENT = ", no gradient for "  # in an entry: DDP still waits for these parameters
 HEAD, SLOT, SLOTS = 2048, 256, 64  # bytes, bytes, entries that are kept
 
 
@@ -22,7 +23,7 @@ class Entry:
 
     number: int  # counts from 1
     step: int
-    what: str  # "all_reduce float32 [4]", "forward", "optimizer step"
+    what: str  # "all_reduce float32 [4]", "forward pass", "optimizer step"
     where: str
     usual: str = ""  # what this rank did here before, if never this
 

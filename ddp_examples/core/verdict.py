@@ -16,7 +16,11 @@ from ddp_examples.core.trail import Entry, read_trails
 SPOKEN = (Exit.USAGE, Exit.CHECK_FAILED, Exit.UNABLE, Exit.LATER)
 GRACE_NS = 50_000_000  # a rank has a record before it dies, so an older death has none; by so much clocks may differ
 
+UNUSED_HINT = (
+    "{names} got no gradient: use it in the loss, or DistributedDataParallel(..., find_unused_parameters=True)"
+)
 TRY = {
+    "unused": UNUSED_HINT.format(names="a parameter"),
     "shape": "all ranks must call the same collectives with the same shapes; debug=true stops at the wrong call itself",
     "skip": "all ranks must call the same collectives in the same order; look for an `if` or `continue` before it",
     "uneven": "DistributedSampler and drop_last=True give each rank as many batches; "
@@ -123,6 +127,7 @@ def _of_stall(stall: Stall, world_size: int) -> Verdict:
         "hang": f"hang{'s' * (not many)}: not moved for {seconds}",
         "lost": f"{'are' if many else 'is'} lost: silent for {seconds}",
         "skip": "left out a collective, or made one too many",
+        "unused": f"{'have' if many else 'has'} parameters that got no gradient, so DDP waits for them",
         "shape": f"call{'s' * (not many)} a collective with another shape",
         "left": f"left early, {seconds} ago",
         "stall": f"wait for each other for {seconds}",

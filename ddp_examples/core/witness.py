@@ -15,6 +15,7 @@ from ddp_examples.core.orphans import die_with_parent
 from ddp_examples.core.progress import Progress, unused_parameters
 from ddp_examples.core.ranks import Ranks
 from ddp_examples.core.trail import Trail
+from ddp_examples.core.verdict import UNUSED_HINT
 from ddp_examples.core.watch import Watch
 
 
@@ -26,6 +27,8 @@ class Witness:
         watched = ranks.world_size > 1 and bool(hang_s or lost_s) and "MASTER_ADDR" in os.environ
         self._folder = run_folder() or (_meet(store, ranks) if watched else None)
         self.progress = Progress(Trail(self._folder / f"rank-{ranks.rank}.trail" if self._folder else None))
+        facts = {"rank": ranks.rank, "local_rank": ranks.local_rank, "host": socket.gethostname(), "pid": os.getpid()}
+        self.progress.trail.head(facts)
         self._hooks = self.progress.hooks()
         self._watch: Optional[Watch] = None
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -37,7 +40,8 @@ class Witness:
 
     def failed(self, error: BaseException, models: Iterable[torch.nn.Module]) -> None:
         if self._folder:
-            hint = unused_parameters(error, models)
+            names = ", ".join(unused_parameters(error, models))
+            hint = UNUSED_HINT.format(names=names) if names else ""
             leave_record(error, self._ranks.rank, self._ranks.local_rank, self.progress.step, hint, self._folder)
         if self._watch:
             self._watch.stop(through=False)
