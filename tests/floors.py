@@ -7,7 +7,7 @@ from typing import Dict, List, Set
 CORE = "ddp_examples.core."
 STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans", "failure", "trail", "judge", "verdict", "last_words"}
 NO_TORCH = {"demos", "config", "launch", "forkserver", "node"}  # a node imports torch only after it has checked
-NO_OMEGACONF = {"group", "digits", "verify", "rendezvous", "agent", "preload", "progress", "watch", "witness"}
+NO_OMEGACONF = {"group", "digits", "verify", "rendezvous", "agent", "preload", "progress", "debug", "watch", "witness"}
 FLOOR = {
     "exits": 0,
     "orphans": 0,
@@ -21,6 +21,7 @@ FLOOR = {
     "config": 1,
     "launch": 1,
     "progress": 1,
+    "debug": 1,
     "watch": 1,
     "witness": 1,
     "group": 1,

@@ -21,7 +21,8 @@ from torchrun import Result, forked, torchrun
 STEP, HANG_S = 5, 5
 WAITS = ("hang", "skip", "shape")
 KINDS = ["raise", "exit", "kill", "hang", "skip", "shape", "unused", "uneven", "nan", "full_disk", "drift", "slow"]
-STATUS = {"exit": {7}, "kill": {137}, "slow": {0}, "drift": {1, 3}}
+STATUS = {"exit": {7}, "kill": {137}, "slow": {0}, "drift": {1}}
+STATUS.update({kind: {1, 134} for kind in ("skip", "shape", "unused")})  # gloo aborts on what does not fit together
 
 
 class Outcome(NamedTuple):

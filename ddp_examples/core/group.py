@@ -4,7 +4,6 @@ with process_group(read_ranks(os.environ), backend="auto", timeout_s=120) as gro
     train(group)  # owns the model, and has let go of it when it returns
 """
 
-import faulthandler
 import gc
 import itertools
 import json
@@ -17,13 +16,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Callable, Deque, Iterator, List, Tuple, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_examples.core.debug import more_checks
 from ddp_examples.core.exits import Exit, refuse, say
 from ddp_examples.core.progress import Progress
 from ddp_examples.core.ranks import Ranks
@@ -74,7 +73,8 @@ def process_group(
     and torchrun then names a peer (the right rank 7 of 20 times with destroy in `finally`, 20 of 20 without).
     """
     timeout = timedelta(seconds=timeout_s)
-    restore = _more_checks() if debug else ExitStack()
+    models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    restore = more_checks(models, gather) if debug else ExitStack()
     store = _open_store(ranks, timeout)
     name, why = _agree(store, ranks, *choose_backend(backend, ranks, torch.cuda.device_count()))
     device = torch.device("cuda", ranks.local_rank) if name == "nccl" else torch.device("cpu")
@@ -88,7 +88,6 @@ def process_group(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
     witness = Witness(ranks, store, hang_s, lost_s)
     hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models, witness))
     try:
@@ -105,29 +104,6 @@ def process_group(
         witness.close()
         hook.remove()
         restore.close()
-
-
-def _more_checks() -> ExitStack:
-    """Debug mode, from before the group is opened until the stack that is returned is closed."""
-    restore = ExitStack()
-    restore.callback(dist.set_debug_level, dist.get_debug_level())
-    restore.callback(torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled())
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # every collective is compared over the ranks before it runs
-    torch.autograd.set_detect_anomaly(True)  # a NaN gradient names the forward operation that it comes from
-    faulthandler.enable()
-    restore.enter_context(patch.object(dist, "Logger", _QuietLogger))
-    return restore
-
-
-class _QuietLogger(dist.Logger):
-    """DDP's logger, less what crashes in debug mode.
-
-    With DETAIL, torch wraps the backend, and DDP's constructor takes the wrapper for a ProcessGroupGloo: a segmentation
-    fault in c10d::Logger::set_env_variables (torch 2.13; not 2.6). See it: TORCH_DISTRIBUTED_DEBUG=DETAIL, gloo, DDP.
-    """
-
-    def set_construction_data_and_log(self, *_: Any) -> None:
-        """Facts for a log line; nothing else needs them."""
 
 
 def choose_backend(wanted: str, ranks: Ranks, gpus: int) -> Tuple[str, str]:

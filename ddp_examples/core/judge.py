@@ -57,6 +57,8 @@ def judge(beats: Sequence[Beat], hang_s: float, lost_s: float) -> Optional[Stall
     if left:
         groups = [([beat.rank for beat in left], "have left the group"), *_places([], here)]
         return _stall("left", left, left[0].step, seconds, groups)
+    if any(not beat.tail and beat.silent_s < 2 * hang_s for beat in here):
+        return None  # its last word is from before it stood still; the next one tells more
     odd = odd_one({beat.rank: beat.tail for beat in here})
     if odd is None:
         return _stall("stall", here, here[0].step, seconds, _places([], here))

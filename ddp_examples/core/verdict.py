@@ -20,7 +20,7 @@ UNUSED_HINT = (
     "{names} got no gradient: use it in the loss, or DistributedDataParallel(..., find_unused_parameters=True)"
 )
 TRY = {
-    "unused": UNUSED_HINT.format(names="a parameter"),
+    "unused": "use it in the loss, or DistributedDataParallel(..., find_unused_parameters=True)",
     "shape": "all ranks must call the same collectives with the same shapes; debug=true stops at the wrong call itself",
     "skip": "all ranks must call the same collectives in the same order; look for an `if` or `continue` before it",
     "uneven": "DistributedSampler and drop_last=True give each rank as many batches; "

@@ -1,6 +1,5 @@
 """Proofs that a distributed run did what it should. Each returns a Check, the same on every rank, and is collective."""
 
-import ctypes
 import dataclasses
 import hashlib
 import time
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_examples.core.config import Config
+from ddp_examples.core.debug import digest
 from ddp_examples.core.exits import SPEAKER_FIRST_S, Exit
 from ddp_examples.core.failure import StartError
 from ddp_examples.core.group import all_gather, gather
@@ -87,13 +87,6 @@ def replicas_identical(model: nn.Module) -> Check:
                     odd.setdefault(rank, name)
     detail = "; ".join(f"rank {rank} differs first in {name}" for rank, name in sorted(odd.items()))
     return at_most("replicas identical (ranks that differ)", len(odd), 0, detail)
-
-
-def digest(tensor: Tensor) -> str:
-    """SHA-256 of the tensor's bytes: NaN equals NaN, and -0.0 is not 0.0. Through ctypes, for numpy may be absent."""
-    flat = tensor.detach().cpu().contiguous()
-    size = flat.numel() * flat.element_size()
-    return hashlib.sha256((ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"").hexdigest()
 
 
 def gradient_is_global(

@@ -81,7 +81,7 @@ class Watch:
             beat = self._beat(left)
             stall = None
             try:
-                store = store or _open(self._token, self._ranks.rank)
+                store = store or _open(self._token)
                 stall = self._exchange(store, beat)
                 self._answered = time.monotonic()
             except Exception:  # DistError in torch 2.6, DistNetworkError, RuntimeError: whatever, it does not answer
@@ -116,6 +116,8 @@ class Watch:
     def _exchange(self, store: Any, beat: Beat) -> Optional[Stall]:
         """Tell the others, and hear what there is: rank 0 looks at all, the others at rank 0."""
         self._ticks += 1
+        if self._ticks == 1 and beat.rank == 0:
+            store.set("stall", "")  # the others wait for it
         store.set(f"{beat.rank}", json.dumps({"tick": self._ticks, **asdict(beat)}))
         if beat.rank == 0:
             return self._judged(store)
@@ -214,14 +216,11 @@ def at_debugger(frame: Optional[FrameType]) -> bool:
     return False
 
 
-def _open(token: str, rank: int) -> Any:
+def _open(token: str) -> Any:
     """A connection of our own: the main thread may wait in its one."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=REPLY_S)
-    store = dist.PrefixStore(token, dist.TCPStore(address, port, is_master=False, timeout=timeout))
-    if rank == 0:
-        store.compare_set("stall", "", "")
-    return store
+    return dist.PrefixStore(token, dist.TCPStore(address, port, is_master=False, timeout=timeout))
 
 
 def _stall(content: bytes) -> Stall:
