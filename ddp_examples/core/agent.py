@@ -105,7 +105,7 @@ def _status(error: ChildFailedError, agent: "NodeAgent", folder: Path) -> int:
 
 def _log_to(file: Path) -> None:
     """torchrun's own words, of which a failure has dozens, go to a file."""
-    handler = logging.FileHandler(file, delay=True)
+    handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in LOGGERS:
         logger = logging.getLogger(name)

@@ -191,13 +191,14 @@ def _try(hint: str) -> str:
 
 
 def _side_by_side(groups: Sequence[Tuple[Sequence[int], str]]) -> List[str]:
-    shown = [f"  {'ranks' if len(ranks) > 1 else 'rank'} {some(ranks)}: {what}" for ranks, what in groups[:4]]
-    return [*shown, f"  and {len(groups) - 4} other places"] if len(groups) > 4 else shown
+    shown = [f"  {'ranks' if len(ranks) > 1 else 'rank'} {some(ranks)}: {what}" for ranks, what in groups[:3]]
+    return [*shown, f"  and {len(groups) - 3} other places"] if len(groups) > 3 else shown
 
 
 def conclude(folder: Path, deaths: Sequence[Death], world_size: int) -> Verdict:
     """Decide from what lies in the folder of the run, and leave the verdict there."""
     stall, mismatch = read_stall(folder), any(map(_tells_mismatch, folder.glob("rank-*.log")))
+    mismatch = mismatch or not (folder / "agent.log").exists()  # not our launcher: what gloo said is not in the logs
     verdict = decide(read(folder), deaths, read_trails(folder), stall, world_size, mismatch)
     if verdict.lines:
         again = f"  again: python -m ddp_examples.core.watch {shlex.quote(str(folder))}"

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_examples.core.exits import Exit, say
-from ddp_examples.core.failure import is_users, short
+from ddp_examples.core.failure import is_users, run_folder, short
 from ddp_examples.core.judge import Beat, Stall, judge
 from ddp_examples.core.progress import Progress
 from ddp_examples.core.ranks import Ranks
@@ -51,7 +51,7 @@ class Watch:
         self._ticks = 0
         self._answered = time.monotonic()
         self._seen: Dict[int, Tuple[str, float]] = {}  # the beats as they came, and when they last changed
-        self._through = False
+        self._through = self._judge = False
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._log = (folder / f"rank-{ranks.rank}.log").open("a") if folder else None
@@ -137,7 +137,7 @@ class Watch:
         beats = self._read(dict(enumerate(store.multi_get(keys))))
         stall = judge(beats, self._hang_s, self._lost_s)
         if stall:
-            stall = _with_state(stall)
+            self._judge, stall = True, _with_state(stall)
             store.set("stall", json.dumps(asdict(stall)))
         return stall
 
@@ -172,6 +172,8 @@ class Watch:
             with suppress(OSError):
                 part.write_text(json.dumps(asdict(stall)), encoding="utf-8")
                 part.replace(self._folder / "stall.json")
+            if self._judge and not run_folder():  # no launcher of ours will say it
+                say("\n".join(conclude(self._folder, [], self._ranks.world_size).lines))
         if self._log:
             frame = sys._current_frames().get(self._main)
             self._log.write("".join(traceback.format_stack(frame)) if frame else "")
