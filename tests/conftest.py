@@ -16,16 +16,22 @@ def children() -> set:
     return {int(pid) for task in Path("/proc/self/task").glob("*") for pid in (task / "children").read_text().split()}
 
 
+OTHERS_OWN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # pytest's, and torch's when it first needs _dynamo
+
+
+def environment() -> dict:
+    return {name: value for name, value in os.environ.items() if name not in OTHERS_OWN}
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
-    before = dict(os.environ), Path.cwd(), children()
+    before = environment(), Path.cwd(), children()
     yield
     leaked_group = dist.is_initialized()
     if leaked_group:
         dist.destroy_process_group()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     assert not leaked_group, "the test left a process group"
-    assert environment == {name: value for name, value in before[0].items() if name != "PYTEST_CURRENT_TEST"}
+    assert environment() == before[0], "the test left an environment variable"
     assert Path.cwd() == before[1], "the test left another working folder"
     assert children() <= before[2], "the test left a child process"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Dict, List, Set
 
 CORE = "ddp_examples.core."
-STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans", "failure", "trail", "judge", "verdict", "last_words"}
+STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans", "owner", "failure", "trail", "judge", "verdict", "last_words"}
 NO_TORCH = {"demos", "config", "launch", "forkserver", "node"}  # a node imports torch only after it has checked
 NO_OMEGACONF = {"group", "digits", "verify", "rendezvous", "agent", "preload", "progress", "debug", "watch", "witness"}
 FLOOR = {
@@ -26,7 +26,10 @@ FLOOR = {
     "witness": 1,
     "group": 1,
     "digits": 1,
+    "owner": 0,
+    "stored": 1,
     "verify": 2,
+    "checkpoints": 2,
     "report": 2,
     "forkserver": 3,
     "preload": 3,

@@ -11,6 +11,7 @@ from typing import Any, List
 
 import pytest
 
+from ddp_examples.core.exits import Refusal
 from ddp_examples.core.failure import Failure, StartError, failure_of, is_users, kind_of, read, short, write
 from ddp_examples.core.judge import Stall
 from ddp_examples.core.last_words import dead_peers, exit_code
@@ -50,6 +51,7 @@ def raised(error: BaseException) -> BaseException:
         (RuntimeError(UNUSED), "unused"),
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "full_disk"),
         (OSError(errno.ENOENT, "No such file", "/x/y"), "raise"),
+        (Refusal("no such checkpoint"), "refused"),
         (MemoryError(), "memory"),
         (OutOfMemoryError("CUDA out of memory"), "memory"),
         (FloatingPointError("the loss is nan"), "nan"),

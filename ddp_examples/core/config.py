@@ -42,10 +42,13 @@ class Backend:
 class Checkpoint:
     path: str
     keep: int
+    mode: str  # sync, async
 
     def __post_init__(self) -> None:
         if self.keep < 2:
             raise ValueError(f"checkpoint.keep={self.keep}: at least 2, so that one is whole while another is written")
+        if self.mode not in ("sync", "async"):
+            raise ValueError(f"checkpoint.mode={self.mode}: sync or async")
 
 
 @dataclass(frozen=True)

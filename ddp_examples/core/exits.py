@@ -17,6 +17,15 @@ class Exit(IntEnum):
     LATER = 75  # stopped on request after saving: go on later (EX_TEMPFAIL of sysexits.h)
 
 
+class Refusal(Exception):
+    """The run can't go on, for a reason that a person can cure: the message says which, and no traceback is shown.
+
+    Raised on every rank alike, inside process_group, which has rank 0 say it.
+    """
+
+    status = Exit.ERROR
+
+
 # As soon as one rank has ended, torchrun ends the others. The silent ones leave so much later than the one that speaks.
 SPEAKER_FIRST_S = 5.0
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Dict, Iterator, List, Optional
 
+from ddp_examples.core.exits import Refusal
+
 RUN = "DDP_EXAMPLES_RUN"  # environment variable: the folder of the run
 
 # What gloo, nccl and the store say on a rank that has lost a peer: an echo, not the cause. In torch 2.6 and 2.13.
@@ -48,7 +50,7 @@ class Failure:
     pid: int
     time_ns: int  # since 1970
     step: int
-    kind: str  # raise, exit, echo, mismatch, unused, uneven, nan, full_disk, memory, interrupt
+    kind: str  # raise, exit, echo, mismatch, unused, uneven, nan, full_disk, memory, refused, interrupt
     error: str  # as the last line of a traceback
     where: str  # innermost frame of the user's own code: "train.py:84 in step"
     log: str = ""  # file with the traceback
@@ -86,6 +88,8 @@ def kind_of(error: BaseException) -> str:
         return "exit"
     if isinstance(error, KeyboardInterrupt):
         return "interrupt"
+    if isinstance(error, Refusal):
+        return "refused"
     text = str(error)
     if type(error).__name__ == "MainRankError" or any(map(_is_echo, _chain(error))):
         return "echo"

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import socket
+import sys
 import time
 import weakref
 from collections import deque
@@ -23,7 +24,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_examples.core.debug import more_checks
-from ddp_examples.core.exits import Exit, refuse, say
+from ddp_examples.core.exits import Exit, Refusal, refuse, say
 from ddp_examples.core.progress import Progress
 from ddp_examples.core.ranks import Ranks
 from ddp_examples.core.witness import Witness
@@ -80,14 +81,15 @@ def process_group(
     device = torch.device("cuda", ranks.local_rank) if name == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init: else each rank also takes memory on GPU 0
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo",
-        store=store,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    with _on_loopback_if_alone(ranks):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo",
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
     witness = Witness(ranks, store, hang_s, lost_s)
     hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models, witness))
     try:
@@ -96,6 +98,8 @@ def process_group(
         witness.failed(error, models)
         if ranks.world_size == 1:
             _close(models)
+        if isinstance(error, Refusal):
+            refuse(error.status, str(error), speaks=ranks.rank == 0)
         raise
     else:
         witness.through()
@@ -130,7 +134,7 @@ _opened = itertools.count()  # a process may open one group after another; each 
 
 
 def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
-    """The store that the ranks meet in. A world of one that no launcher started needs no port and no environment."""
+    """The store that the ranks meet in. A world of one that no launcher started has it in memory."""
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -155,6 +159,15 @@ def _agree(store: dist.Store, ranks: Ranks, name: str, why: str) -> Tuple[str, s
     if not name:
         raise SystemExit(int(Exit.UNABLE))
     return name, why
+
+
+@contextmanager
+def _on_loopback_if_alone(ranks: Ranks) -> Iterator[None]:
+    """gloo opens a listening socket in a world of one too, on the address of the host name: here on loopback only."""
+    loopback = "lo" if sys.platform.startswith("linux") else "lo0"
+    alone = ranks.world_size == 1 and "GLOO_SOCKET_IFNAME" not in os.environ
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": loopback} if alone else {}):
+        yield
 
 
 def _remember(owner: torch.nn.Module, models: "weakref.WeakSet[torch.nn.Module]", witness: Witness) -> None:
@@ -213,19 +226,22 @@ def average(value: float) -> float:
 def on_main(work: Callable[[], T]) -> T:
     """Rank 0 calls `work`; every rank gets the value, or the failure. Collective: `path = on_main(newest_checkpoint)`.
 
-    The value is one that JSON can carry. Where `work` raises, rank 0 raises that, and the others MainRankError.
+    The value is one that JSON can carry. Where `work` raises, rank 0 raises that, and the others MainRankError; a
+    Refusal is raised with the same words on all.
     """
-    outcome: Tuple[Any, str] = (None, "")
+    outcome: Tuple[Any, str, bool] = (None, "", False)
     failure = None
     if dist.get_rank() == 0:
         try:
-            outcome = (work(), "")
+            outcome = (work(), "", False)
         except Exception as error:
             failure = error
-            outcome = (None, f"rank 0 on {socket.gethostname()}: {type(error).__name__}: {error}")
-    value, message = gather(outcome)[0]
+            refused = isinstance(error, Refusal)
+            words = str(error) if refused else f"rank 0 on {socket.gethostname()}: {type(error).__name__}: {error}"
+            outcome = (None, words, refused)
+    value, message, refused = gather(outcome)[0]
     if failure is not None:
         raise failure
     if message:
-        raise MainRankError(message)
+        raise Refusal(message) if refused else MainRankError(message)
     return value  # type: ignore[no-any-return]

@@ -50,6 +50,8 @@ def leave_record(error: BaseException, rank: int, local_rank: int, step: int, hi
     write(failure, folder)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as one rank is dead: let us finish
+    if failure.kind == "refused":  # process_group has rank 0 say why
+        return
     if isinstance(error, SystemExit):
         if error.code not in (None, 0, *SPOKEN):
             say("\n".join(conclude(folder, [], _world_size()).lines))

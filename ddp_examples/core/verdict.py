@@ -88,6 +88,8 @@ def decide(
 
 
 def _of_failure(cause: Failure, failures: Sequence[Failure], deaths: Sequence[Death], world_size: int) -> Verdict:
+    if cause.kind == "refused":
+        return Verdict("refused", [cause.rank], cause.step, [])
     status = next((death.code for death in deaths if death.rank == cause.rank), 1)
     if cause.kind == "exit" and status in SPOKEN and not any(failure.kind == "echo" for failure in failures):
         return Verdict("exit", [cause.rank], cause.step, [])

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_examples.core.config import Config
 from ddp_examples.core.debug import digest
 from ddp_examples.core.exits import SPEAKER_FIRST_S, Exit
 from ddp_examples.core.failure import StartError
@@ -35,10 +34,10 @@ def at_most(name: str, measured: float, allowed: float, detail: str = "") -> Che
     return Check(name, measured, allowed, passed, "" if passed else detail)
 
 
-def same_start(batches: int, model: nn.Module, config: Config) -> None:
+def same_start(batches: int, model: nn.Module, config: Any) -> None:
     """Before the loop, and before DDP: all ranks have as many batches, the same parameters, the same settings.
 
-    Collective. A rank that was given something else than most raises StartError; the others wait until they are ended.
+    `config` is a dataclass. Collective. A rank that was given something else than most raises StartError; the others wait until they are ended.
     Of two halves it is the one with more batches, which would wait for ever in the last one, or the one without rank 0.
     """
     facts: Dict[str, Any] = {"batches a rank": batches}
@@ -87,6 +86,25 @@ def replicas_identical(model: nn.Module) -> Check:
                     odd.setdefault(rank, name)
     detail = "; ".join(f"rank {rank} differs first in {name}" for rank, name in sorted(odd.items()))
     return at_most("replicas identical (ranks that differ)", len(odd), 0, detail)
+
+
+def fingerprint(value: Any) -> str:
+    """SHA-256 of a state: tensors by their bytes, containers by their contents."""
+    if isinstance(value, Tensor):
+        return digest(value)
+    if isinstance(value, Mapping):
+        parts = ["mapping", *(f"{key!r}:{fingerprint(item)}" for key, item in value.items())]
+    elif isinstance(value, (list, tuple)):
+        parts = ["sequence", *(fingerprint(item) for item in value)]
+    else:
+        parts = [type(value).__name__, repr(value)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def same(name: str, mine: Any, other: Any) -> Check:
+    """Two things that a rank holds, such as fingerprints, are equal on each rank. Measured: ranks where not."""
+    unequal = [rank for rank, equal in enumerate(gather(mine == other)) if not equal]
+    return at_most(f"{name} (ranks where not)", len(unequal), 0, f"not on rank {', '.join(map(str, unequal))}")
 
 
 def gradient_is_global(
