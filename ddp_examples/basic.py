@@ -72,6 +72,7 @@ def train(group: Group, config: Config) -> int:
     test_x, test_y = (tensor.to(group.device) for tensor in test_set.tensors[:2])
 
     model = build_model().to(group.device)
+    verify.same_start(len(loader), model, config)  # a rank with one batch more would wait for ever in it
     ddp = DistributedDataParallel(model)  # every rank starts from the parameters of rank 0
     optimizer = torch.optim.SGD(ddp.parameters(), lr=params.lr)
 

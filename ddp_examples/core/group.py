@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Callable, Deque, Iterator, List, Tuple, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist

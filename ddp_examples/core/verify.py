@@ -37,8 +37,9 @@ def at_most(name: str, measured: float, allowed: float, detail: str = "") -> Che
 def same_start(batches: int, model: nn.Module, config: Any) -> None:
     """Before the loop, and before DDP: all ranks have as many batches, the same parameters, the same settings.
 
-    `config` is a dataclass. Collective. A rank that was given something else than most raises StartError; the others wait until they are ended.
-    Of two halves it is the one with more batches, which would wait for ever in the last one, or the one without rank 0.
+    `config` is a dataclass. Collective. A rank that was given something else than most raises StartError; the others
+    wait until they are ended. Of two halves it is the one with more batches, which would wait for ever in the last one,
+    or the one without rank 0.
     """
     facts: Dict[str, Any] = {"batches a rank": batches}
     facts.update((name, f"{str(p.dtype)[6:]} {list(p.shape)}") for name, p in model.named_parameters())
