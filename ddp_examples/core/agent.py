@@ -31,11 +31,11 @@ from ddp_examples.core.exits import Exit, say
 from ddp_examples.core.failure import run_folder
 from ddp_examples.core.forkserver import run_rank
 from ddp_examples.core.last_words import own_folder
+from ddp_examples.core.orphans import SIGNALS
 from ddp_examples.core.verdict import Death, conclude
 
 RANK_MODULE = "ddp_examples.core.forkserver"  # run as a program it is a rank that is not forked
 LOGGERS = ("torch.distributed.elastic", "torch.distributed.run", "torch.multiprocessing")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run_agent(arguments: Sequence[str], fork: bool = True) -> int:
@@ -74,9 +74,9 @@ def _run_agent(options: Any, fork: bool, folder: Path) -> int:
         agents[0].folder = folder
         return agents[0]
 
-    for number in SIGNALS:  # torch handles four of them, and those only once the ranks are up
-        signal.signal(number, _raise_signal)
     try:
+        for number in SIGNALS:  # torch handles four of them, and those only once the ranks are up
+            signal.signal(number, _raise_signal)
         with patch.object(api, "LocalElasticAgent", make):  # launch_agent has no argument for it
             api.elastic_launch(config, entrypoint)(*entrypoint_arguments)
     except ChildFailedError as error:

@@ -6,6 +6,7 @@ torchrun starts a fresh Python for each rank, and each imports torch: about 1.9 
 import io
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import runpy
@@ -37,6 +38,7 @@ def start_server() -> None:
     # Before Python 3.9.16 and 3.10.9 the server's socket was an abstract one, open to every user (CVE-2022-42919).
     setattr(multiprocessing.util, "abstract_sockets_supported", False)  # noqa: B010  mypy takes it for a constant
     multiprocessing.set_forkserver_preload(["ddp_examples.core.preload"])
+    multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # a child has the mask of its parent
     multiprocessing.forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

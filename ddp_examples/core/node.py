@@ -18,10 +18,12 @@ from ddp_examples.core.launch import (
     rank_environment,
     torchrun_arguments,
 )
+from ddp_examples.core.orphans import leave_on_signals
 from ddp_examples.core.ranks import Ranks
 
 
 def main(argv: List[str]) -> int:
+    leave_on_signals()
     options, settings = parse_arguments(argv)
     demo = chosen_demo(settings, Ranks())
     if "--help" in settings or "-h" in settings:

@@ -28,14 +28,17 @@ COLLECTIVES = {
     "allreduce": ("all_reduce", True),
     "allgather": ("all_gather", True),
     "_allgather_base": ("all_gather_into_tensor", True),
+    "all_gather_single": ("all_gather_single", True),  # torch 2.13's names for the one before, and two below
     "broadcast": ("broadcast", True),
     "reduce": ("reduce", True),
     "reduce_scatter": ("reduce_scatter", False),
     "_reduce_scatter_base": ("reduce_scatter_tensor", True),
+    "reduce_scatter_single": ("reduce_scatter_single", True),
     "gather": ("gather", False),
     "scatter": ("scatter", False),
     "alltoall": ("all_to_all", False),
     "alltoall_base": ("all_to_all_single", False),
+    "all_to_all_single": ("all_to_all_single", False),
     "barrier": ("barrier", False),
 }
 
