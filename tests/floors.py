@@ -5,13 +5,25 @@ from pathlib import Path
 from typing import Dict, List, Set
 
 CORE = "ddp_examples.core."
-STANDARD_LIBRARY_ONLY = {"exits", "ranks", "orphans", "owner", "failure", "trail", "judge", "verdict", "last_words"}
+STANDARD_LIBRARY_ONLY = {
+    "exits",
+    "ranks",
+    "orphans",
+    "owner",
+    "memory",
+    "failure",
+    "trail",
+    "judge",
+    "verdict",
+    "last_words",
+}
 NO_TORCH = {"demos", "config", "launch", "forkserver", "node"}  # a node imports torch only after it has checked
 NO_OMEGACONF = {"group", "digits", "verify", "rendezvous", "agent", "preload", "progress", "debug", "watch", "witness"}
 FLOOR = {
     "exits": 0,
     "orphans": 0,
     "failure": 0,
+    "memory": 0,
     "trail": 0,
     "judge": 0,
     "verdict": 0,

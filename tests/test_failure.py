@@ -15,6 +15,7 @@ from ddp_examples.core.exits import Refusal
 from ddp_examples.core.failure import Failure, StartError, failure_of, is_users, kind_of, read, short, write
 from ddp_examples.core.judge import Stall
 from ddp_examples.core.last_words import dead_peers, exit_code
+from ddp_examples.core.memory import kills, why_killed
 from ddp_examples.core.trail import NO_GRADIENT, Entry, Trail, read_trail, read_trails
 from ddp_examples.core.verdict import Death, Trails, Verdict, conclude, decide
 
@@ -301,3 +302,30 @@ def test_a_peer_whose_process_is_dead_is_found(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
     assert exit_code(pid) == 1000
     assert sorted(read_trails(tmp_path)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "text"),
+    [
+        ("0::/job", "job/memory.events", "low 0\noom 3\noom_kill 2\n"),
+        ("0::/in/a/container", "memory.events", "oom_kill 2\n"),
+        ("9:cpu,memory:/job", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+    ],
+)
+def test_out_of_memory_kills_of_either_kind_of_cgroup(line: str, file: str, text: str, tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text(line + "\n")
+    assert kills(tmp_path, own) is None
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert kills(tmp_path, own) == 2
+    assert kills(tmp_path, tmp_path / "absent") is None
+
+
+def test_what_a_kill_was_for(tmp_path: Path) -> None:
+    assert "out of memory" in why_killed(0, 1)
+    assert "not for want of memory" in why_killed(1, 1)
+    assert "nobody here counts" in why_killed(None, None)
+    lines = conclude(tmp_path, [death(1, -9)], 2, "out of memory").lines
+    assert "  out of memory" in lines
+    assert "  out of memory" not in conclude(tmp_path, [death(1, -11)], 2, "out of memory").lines

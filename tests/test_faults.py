@@ -43,6 +43,17 @@ def test_the_verdict_names_rank_step_and_kind(kind: str, rank: int, status: int,
     assert {"verdict.json", "agent.log", f"rank-{rank}.trail"} <= {path.name for path in Path(again).iterdir()}
 
 
+@pytest.mark.parametrize(("kind", "word"), [("stop", "SIGSTOP"), ("lock", "holds Python's lock")])
+def test_a_rank_that_can_say_nothing_is_lost_in_3_s(kind: str, word: str, tmp_path: Path) -> None:
+    ended = forked(2, "failing", kind, env={"TMPDIR": str(tmp_path)}, timeout_s=30)
+    assert ended.err.startswith("ddp-examples: rank 1 is lost"), ended.err
+    assert word in ended.err
+    assert not ended.left
+    if kind == "lock":
+        log = next(tmp_path.glob("ddp-examples-*/rank-1.log")).read_text()
+        assert "failing.py" in log, "where it was, written without Python's lock"
+
+
 def test_a_run_that_succeeds_leaves_no_folder_and_names_the_straggler(tmp_path: Path) -> None:
     ended = forked(2, "ddp_examples.faults", "demo.kind=slow", env={"TMPDIR": str(tmp_path)}, timeout_s=60)
     assert ended.status == 0, ended.output

@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 from unittest.mock import patch
@@ -31,6 +32,7 @@ from ddp_examples.core.exits import Exit, say
 from ddp_examples.core.failure import run_folder
 from ddp_examples.core.forkserver import run_rank
 from ddp_examples.core.last_words import own_folder
+from ddp_examples.core.memory import kills, why_killed
 from ddp_examples.core.orphans import SIGNALS
 from ddp_examples.core.verdict import Death, conclude
 
@@ -94,7 +96,7 @@ def _raise_signal(number: int, _: Any) -> None:
 def _status(error: ChildFailedError, agent: "NodeAgent", folder: Path) -> int:
     """Say what broke the run; returns the status of the rank that did, as a shell would."""
     _, failure = error.get_first_failure()
-    verdict = conclude(folder, agent.deaths, agent.world_size)
+    verdict = conclude(folder, agent.deaths, agent.world_size, why_killed(agent.kills_before, kills()))
     if verdict.lines:
         say("\n".join(verdict.lines))
     codes = {death.rank: death.code for death in agent.deaths}
@@ -132,6 +134,7 @@ class NodeAgent(LocalElasticAgent):
 
     folder: Path
     world_size = 0
+    kills_before: Optional[int] = None
     deaths: Sequence[Death] = ()  # of the ranks of this node that ended badly, before we ended the others; first first
 
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
@@ -140,13 +143,26 @@ class NodeAgent(LocalElasticAgent):
                 path.unlink()
         pids: Dict[int, Any] = super()._start_workers(worker_group)
         self.world_size = worker_group.workers[0].world_size
+        self.kills_before = kills()
         self._died: List[Tuple[int, int]] = []  # local rank, time in ns
         if hasattr(os, "pidfd_open"):  # Linux 5.3
             files = {os.pidfd_open(pid): local_rank for local_rank, pid in pids.items()}
             threading.Thread(target=_note_deaths, args=(files, self._died), daemon=True).start()
         return pids
 
+    def _shutdown(self, *args: Any, **options: Any) -> None:
+        self._wake()
+        super()._shutdown(*args, **options)
+
+    def _wake(self) -> None:
+        """A rank that is stopped (SIGSTOP) would not see the SIGTERM that torch sends, but the SIGKILL 30 s later."""
+        for pid in self._pcontext.pids().values() if self._pcontext else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._died:
+            self._wake()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.FAILED:
             return result

@@ -3,7 +3,8 @@
 import json
 import shlex
 import signal
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -72,6 +73,9 @@ def decide(
     `mismatch`: some rank's log says that collectives did not fit together; with that gloo aborts, often the innocent.
     """
     if stall is not None:
+        _, entries = trails.get(stall.ranks[0], ({}, []))
+        if stall.kind == "lost" and entries:  # nearer to its end than what it last told
+            stall = replace(stall, step=entries[-1].step)
         return _of_stall(stall, world_size)
     wordless = [death for death in deaths if death.code and death.rank not in {f.rank for f in failures}]
     own = [failure for failure in failures if failure.kind not in ("echo", "mismatch")]
@@ -84,7 +88,7 @@ def decide(
             return found
     if first_death:
         return _of_death(first_death, failures, trails, world_size)
-    return _of_echo(failures, world_size)
+    return _of_place(failures, trails, world_size) or _of_echo(failures, world_size)
 
 
 def _of_failure(cause: Failure, failures: Sequence[Failure], deaths: Sequence[Death], world_size: int) -> Verdict:
@@ -140,7 +144,7 @@ def _of_stall(stall: Stall, world_size: int) -> Verdict:
         f"  on host {stall.host} (local rank {stall.local_rank}, pid {stall.pid})",
         *_side_by_side(stall.groups),
         _followers(len(stall.ranks), world_size),
-        _try(TRY.get(stall.kind, "") or f"ping {stall.host}"),
+        _try(f"ping {stall.host}" if stall.detail.startswith("host ") else TRY.get(stall.kind, "")),
     ]
     return Verdict(stall.kind, stall.ranks, stall.step, [line for line in lines if line])
 
@@ -156,6 +160,19 @@ def _from_trails(trails: Trails, failures: Sequence[Failure], world_size: int) -
     head = trails[ranks[0]][0]
     place = (str(head.get("host", "")), int(head.get("local_rank", 0)), int(head.get("pid", 0)))
     return _of_stall(Stall(kind, ranks, step, 0, groups, *place), world_size)
+
+
+def _of_place(failures: Sequence[Failure], trails: Trails, world_size: int) -> Optional[Verdict]:
+    """Collectives have timed out before the watch did: the rank that was not in one is the cause."""
+    told = {failure.rank for failure in failures}
+    heads = {rank: head for rank, (head, _) in trails.items() if rank not in told and head.get("waiting") is False}
+    ranks = [rank for rank, head in heads.items() if head["age_s"] > 1 and not head["left"]]
+    if not ranks or "imed out" not in failures[0].error:
+        return None
+    head = heads[ranks[0]]
+    groups = [(ranks, f"{head['where']}, step {head['step']}")]
+    place = (head["host"], head["local_rank"], head["pid"])
+    return _of_stall(Stall("hang", ranks, head["step"], head["age_s"], groups, *place), world_size)
 
 
 def _of_echo(failures: Sequence[Failure], world_size: int) -> Verdict:
@@ -197,15 +214,18 @@ def _side_by_side(groups: Sequence[Tuple[Sequence[int], str]]) -> List[str]:
     return [*shown, f"  and {len(groups) - 3} other places"] if len(groups) > 3 else shown
 
 
-def conclude(folder: Path, deaths: Sequence[Death], world_size: int) -> Verdict:
-    """Decide from what lies in the folder of the run, and leave the verdict there."""
+def conclude(folder: Path, deaths: Sequence[Death], world_size: int, killed: str = "") -> Verdict:
+    """Decide from what lies in the folder of the run, and leave the verdict there. `killed`: what a SIGKILL was for."""
     stall, mismatch = read_stall(folder), any(map(_tells_mismatch, folder.glob("rank-*.log")))
     mismatch = mismatch or not (folder / "agent.log").exists()  # not our launcher: what gloo said is not in the logs
     verdict = decide(read(folder), deaths, read_trails(folder), stall, world_size, mismatch)
+    if killed and verdict.kind == "kill" and "SIGKILL" in verdict.lines[0]:
+        verdict.lines.insert(2, f"  {killed}")
     if verdict.lines:
         again = f"  again: python -m ddp_examples.core.watch {shlex.quote(str(folder))}"
         verdict = Verdict(verdict.kind, verdict.ranks, verdict.step, [*verdict.lines[:9], again])
-        (folder / "verdict.json").write_text(json.dumps(asdict(verdict)), encoding="utf-8")
+        with suppress(OSError):  # the disk may be what has failed
+            (folder / "verdict.json").write_text(json.dumps(asdict(verdict)), encoding="utf-8")
     return verdict
 
 

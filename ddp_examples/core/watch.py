@@ -49,6 +49,7 @@ class Watch:
         self._moved = time.monotonic()
         self._last: Any = None
         self._ticks = 0
+        self._store: Any = None
         self._answered = time.monotonic()
         self._seen: Dict[int, Tuple[str, float]] = {}  # the beats as they came, and when they last changed
         self._through = self._judge = False
@@ -57,6 +58,9 @@ class Watch:
         self._log = (folder / f"rank-{ranks.rank}.log").open("a") if folder else None
 
     def start(self) -> None:
+        """Tell a first time, so that all have told before one can stop, and look from now on."""
+        self._arm()
+        self._exchange(self._open(), self._beat(False))
         self._thread.start()
 
     def stop(self, through: bool) -> None:
@@ -72,7 +76,6 @@ class Watch:
             self._log.close()
 
     def _run(self) -> None:
-        store = None
         while True:
             left = self._leaving.wait(self._interval_s)
             if left and not self._through:
@@ -81,16 +84,23 @@ class Watch:
             beat = self._beat(left)
             stall = None
             try:
-                store = store or _open(self._token)
-                stall = self._exchange(store, beat)
+                stall = self._exchange(self._open(), beat)
                 self._answered = time.monotonic()
             except Exception:  # DistError in torch 2.6, DistNetworkError, RuntimeError: whatever, it does not answer
-                store = None
+                self._store = None
                 stall = self._no_answer(beat)
             if left:
                 return
             if stall:
                 self._end(stall)
+
+    def _open(self) -> Any:
+        """A connection of our own: the main thread may wait in its one."""
+        if self._store is None:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=REPLY_S))
+            self._store = dist.PrefixStore(self._token, store)
+        return self._store
 
     def _arm(self) -> None:
         """Should C code hold Python's lock, this thread can't run either; faulthandler, which needs none, tells."""
@@ -116,11 +126,13 @@ class Watch:
     def _exchange(self, store: Any, beat: Beat) -> Optional[Stall]:
         """Tell the others, and hear what there is: rank 0 looks at all, the others at rank 0."""
         self._ticks += 1
-        if self._ticks == 1 and beat.rank == 0:
+        if beat.rank == 0 and self._ticks == 1:
             store.set("stall", "")  # the others wait for it
         store.set(f"{beat.rank}", json.dumps({"tick": self._ticks, **asdict(beat)}))
-        if beat.rank == 0:
+        if beat.rank == 0 and self._ticks > 1:
             return self._judged(store)
+        if self._ticks == 1:
+            return None
         found, first = store.multi_get(["stall", "0"])
         if found:
             return _stall(found)
@@ -216,13 +228,6 @@ def at_debugger(frame: Optional[FrameType]) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _open(token: str) -> Any:
-    """A connection of our own: the main thread may wait in its one."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=REPLY_S)
-    return dist.PrefixStore(token, dist.TCPStore(address, port, is_master=False, timeout=timeout))
 
 
 def _stall(content: bytes) -> Stall:
