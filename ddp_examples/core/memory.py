@@ -6,7 +6,7 @@ from typing import Optional
 
 
 def kills(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Optional[int]:
-    """Out-of-memory kills in this process's control group so far: cgroup v2's memory.events, v1's memory.oom_control."""
+    """Out-of-memory kills in our control group so far: memory.events of cgroup v2, memory.oom_control of v1."""
     with suppress(OSError, ValueError):
         for line in own.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
