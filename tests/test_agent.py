@@ -87,7 +87,9 @@ def test_sockets_of_a_run_of_4_ranks_are_on_loopback_only() -> None:
     assert not wait_until_gone(marker, 10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGKILL]
+)
 def test_nothing_is_left_when_the_launcher_gets_a_signal(number: signal.Signals) -> None:
     process, marker = started("-n", "2", "demo.epochs=2000")
     process.send_signal(number)
@@ -107,6 +109,49 @@ def test_a_run_that_was_started_ignoring_ctrl_c_ends_by_it_at_once() -> None:
     process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGINT
     assert not wait_until_gone(marker, 10)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
+def test_ctrl_c_before_the_ranks_are_up_is_one_line(seconds: float) -> None:
+    """To all processes of the terminal, as it sends it."""
+    marker = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [str(ROOT / "launch" / "local.sh"), "-n", "2", "demo.epochs=2000"],
+        env={**os.environ, MARKER: marker, "PYTHON": sys.executable},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=30)[0].decode()
+    assert not wait_until_gone(marker, 10)
+    assert "Traceback" not in output
+    assert len([line for line in output.splitlines() if "SIGINT" in line]) == 1, output
+    assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+def test_nothing_is_left_when_bare_torchrun_gets_a_signal(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    marker = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [*command, "--nproc-per-node=2", "-m", "ddp_examples.basic", "demo.epochs=2000"],
+        env={**os.environ, MARKER: marker, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    next(line for line in process.stdout if line.startswith(b"epoch 1/"))
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    left = wait_until_gone(marker, 10)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 def test_the_server_does_not_initialise_cuda_and_has_no_threads() -> None:

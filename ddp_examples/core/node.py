@@ -17,6 +17,7 @@ from typing import List, NoReturn
 
 from ddp_examples.core.config import Config, ConfigError
 from ddp_examples.core.exits import Exit, refuse, say
+from ddp_examples.core.failure import RUN
 from ddp_examples.core.forkserver import can_fork, start_server
 from ddp_examples.core.hello import UnfitError, meet
 from ddp_examples.core.job import Job, first_nodes, read_job, task
@@ -33,6 +34,7 @@ from ddp_examples.core.launch import (
     too_many_tasks,
     torchrun_arguments,
 )
+from ddp_examples.core.orphans import leave_on_signals
 from ddp_examples.core.preflight import describe, gpu_fault, own_name_fault
 from ddp_examples.core.ranks import Ranks
 from ddp_examples.core.runs import Run, module_of, planned_runs
@@ -40,6 +42,7 @@ from ddp_examples.core.site import Site, load_site
 
 
 def main(argv: List[str]) -> int:
+    leave_on_signals()
     options, settings = parse_arguments(argv)
     return on_node(options, settings) if options.logs else on_this_machine(options, settings)
 
@@ -93,6 +96,7 @@ def on_node(options: argparse.Namespace, settings: List[str]) -> int:
         refuse(Exit.USAGE, too_many_tasks(tasks, len(job.nodes), options.ranks), speaks=number == 0)
     runs = planned_runs(settings, Ranks(rank=number))
     os.environ.update(rank_environment(options.ranks, os.environ, allowed_cpus(), site, len(job.nodes)))
+    os.environ[RUN] = options.logs  # where the ranks leave what the launcher makes its verdict of
     fork = start_server_for(runs[0].config, options.ranks)  # it imports torch while the nodes meet
     try:
         arguments = _checked_arguments(options, runs, settings, site, job, number)

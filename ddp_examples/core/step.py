@@ -15,6 +15,7 @@ from typing import List, Optional, Set
 from ddp_examples.core.exits import Exit, say
 from ddp_examples.core.job import Job, ask
 from ddp_examples.core.orphans import die_with_parent
+from ddp_examples.core.verdict import clear
 
 GRACE_S = 10.0  # from the first node that has ended badly until the others are told to end; srun does that by itself
 KILL_S = 35.0  # from then until they are killed: torchrun gives its ranks 30 s
@@ -27,6 +28,7 @@ def run_step(command: List[str], logs: Path, job: Job) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.glob("*.status"):  # of an earlier run in this job
         old.unlink()
+    clear(logs)
     step = _Step(command, logs, job)
     for number in SIGNALS:
         signal.signal(number, step.on_signal)

@@ -21,6 +21,7 @@ from ddp_examples.core.ranks import Ranks
 from ddp_examples.core.runs import Run, module_of, planned_runs
 from ddp_examples.core.site import Site, load_site
 from ddp_examples.core.step import run_step
+from ddp_examples.core.verdict import conclude, read_deaths
 
 
 def main(argv: List[str]) -> int:
@@ -65,6 +66,10 @@ def start(site: Site, job: Job, options: argparse.Namespace, runs: List[Run], se
     if cpus:  # since 22.05 srun does not take it from sbatch, and all ranks of a node would share one core
         os.environ.setdefault("SRUN_CPUS_PER_TASK", cpus)
     status = run_step(command, logs, job)
+    if status:
+        verdict = conclude(logs, read_deaths(logs), ranks * len(job.nodes))
+        if verdict.lines:
+            say("\n".join(verdict.lines))
     if status == Exit.LATER and options.requeue:
         done = ask("scontrol", "requeue", job.id) is not None
         say(f"job {job.id} " + ("is in the queue again, and goes on there" if done else "could not be queued again"))
