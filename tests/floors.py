@@ -50,6 +50,8 @@ NO_OMEGACONF = {
     "debug",
     "watch",
     "witness",
+    "stop",
+    "training",
 }
 FLOOR = {
     "exits": 0,
@@ -86,6 +88,9 @@ FLOOR = {
     "checkpoints": 2,
     "report": 2,
     "steps": 2,
+    "stop": 2,
+    "training": 2,
+    "meter": 2,
     "plot": 0,
     "forkserver": 3,
     "preload": 3,

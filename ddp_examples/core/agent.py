@@ -36,7 +36,7 @@ from ddp_examples.core.forkserver import run_rank
 from ddp_examples.core.last_words import own_folder
 from ddp_examples.core.memory import kills, why_killed
 from ddp_examples.core.orphans import SIGNALS
-from ddp_examples.core.verdict import Death, conclude, leave_deaths
+from ddp_examples.core.verdict import SPOKEN, Death, conclude, leave_deaths
 
 RANK_MODULE = "ddp_examples.core.forkserver"  # run as a program it is a rank that is not forked
 LOGGERS = ("torch.distributed.elastic", "torch.distributed.run", "torch.multiprocessing")
@@ -87,6 +87,8 @@ def _run_agent(options: Any, fork: bool, folder: Path, speaks: bool = True) -> i
     except ChildFailedError as error:
         return _status(error, agents[0], folder, speaks)
     except SignalException as error:
+        if agents and agents[0].all_saved():
+            return Exit.LATER
         say(f"ended by {signal.Signals(error.sigval).name}; all ranks are ended")
         return 128 + int(error.sigval)
     return Exit.OK
@@ -143,6 +145,7 @@ class NodeAgent(LocalElasticAgent):
 
     folder: Path
     world_size = 0
+    _failed_at = -1  # step
     kills_before: Optional[int] = None
     deaths: Sequence[Death] = ()  # of the ranks of this node that ended badly, before we ended the others; first first
 
@@ -158,6 +161,18 @@ class NodeAgent(LocalElasticAgent):
             files = {os.pidfd_open(pid): local_rank for local_rank, pid in pids.items()}
             threading.Thread(target=_note_deaths, args=(files, self._died), daemon=True).start()
         return pids
+
+    def _failed_here_before(self) -> bool:
+        """At the step at which the attempt before failed too: a third one would not get further."""
+        step = conclude(self.folder, self.deaths, self.world_size).step
+        before, self._failed_at = self._failed_at, step
+        return before == step
+
+    def all_saved(self) -> bool:
+        """Whether all ranks have left with "go on later", or were through."""
+        context: Any = self._pcontext
+        codes = {exit_code(context, local_rank) for local_rank in context.pids()} if context else set()
+        return Exit.LATER in codes and codes <= {Exit.LATER, Exit.OK}
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._wake()
@@ -187,6 +202,8 @@ class NodeAgent(LocalElasticAgent):
         bad = [death for death in found if death.code]  # else it was through when another failed
         self.deaths = bad[:1] + [death for death in bad[1:] if death.code != -signal.SIGTERM]  # torch has sent that
         for first in self.deaths:
+            if first.code in SPOKEN or self._failed_here_before():
+                self._remaining_restarts = 0
             failure = ProcessFailure(first.local_rank, first.pid, first.code, context.error_files[first.local_rank])
             return RunResult(result.state, failures={first.rank: failure})
         return result

@@ -43,8 +43,11 @@ class Checkpoint:
     path: str
     keep: int
     mode: str  # sync, async
+    every_s: float
 
     def __post_init__(self) -> None:
+        if self.every_s < 0:
+            raise ValueError(f"checkpoint.every_s={self.every_s:g}: 0 (never), or seconds")
         if self.keep < 2:
             raise ValueError(f"checkpoint.keep={self.keep}: at least 2, so that one is whole while another is written")
         if self.mode not in ("sync", "async"):
@@ -76,6 +79,15 @@ class WatchLimits:
 
 
 @dataclass(frozen=True)
+class Stop:
+    before_end_s: float
+
+    def __post_init__(self) -> None:
+        if self.before_end_s < 0:
+            raise ValueError(f"stop.before_end_s={self.before_end_s:g}: 0 (not looked for), or seconds")
+
+
+@dataclass(frozen=True)
 class Config:
     """What a run was asked to do. Paths are absolute; `demo` is the demo's own Params."""
 
@@ -85,6 +97,7 @@ class Config:
     checkpoint: Checkpoint
     launch: Launch
     watch: WatchLimits
+    stop: Stop
     report: Optional[str]
     seed: int
     debug: bool
@@ -207,7 +220,14 @@ def _hints(section: Type[Any]) -> Dict[str, Any]:
 
 
 def _sections(params: Type[Any]) -> Dict[str, Type[Any]]:
-    return {"demo": params, "backend": Backend, "checkpoint": Checkpoint, "launch": Launch, "watch": WatchLimits}
+    return {
+        "demo": params,
+        "backend": Backend,
+        "checkpoint": Checkpoint,
+        "launch": Launch,
+        "watch": WatchLimits,
+        "stop": Stop,
+    }
 
 
 def _typed_tree(params: Type[Any]) -> DictConfig:

@@ -258,6 +258,22 @@ def total(value: float) -> float:
     return tensor.item()
 
 
+def start_max(value: float) -> Callable[[], float]:
+    """Begin to find the largest of the numbers that the ranks have; the function that is returned waits for it.
+
+    Collective. It may be called some steps later: the answer comes while other work is done.
+    """
+    tensor = torch.tensor(value, dtype=torch.float64)
+    _kept.append([tensor])
+    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+
+    def result() -> float:
+        work.wait()
+        return tensor.item()
+
+    return result
+
+
 def average(value: float) -> float:
     """The mean over the ranks of a number that each rank has, the same on every rank. Collective."""
     return total(value) / dist.get_world_size()

@@ -55,7 +55,7 @@ def on_this_machine(options: argparse.Namespace, settings: List[str]) -> int:
     if (options.nodes or 1) > 1 or options.queue or options.time or options.account:
         refuse(Exit.USAGE, "launch/local.sh starts ranks on this machine. On the nodes of a job: launch/slurm.sh -N 2")
     ranks = options.ranks or gpus_here(os.environ) or DEFAULT_RANKS
-    arguments = torchrun_arguments(ranks, module_of(runs), settings)
+    arguments = torchrun_arguments(ranks, module_of(runs), settings, options.max_restarts or 0)
     added = rank_environment(ranks, os.environ, allowed_cpus())
     if options.dry_run:
         command = ["env", *(f"{name}={value}" for name, value in added.items())] if added else []
@@ -111,13 +111,14 @@ def _checked_arguments(
     """torchrun's arguments on this node, after its checks. Raises UnfitError."""
     fault = gpu_fault(runs[0].config.backend.name, options.ranks, gpus_here(os.environ))
     module, arguments = logged(module_of(runs), settings, options.logs)
+    restarts = options.max_restarts or 0
     if len(job.nodes) == 1:
         if fault:
             raise UnfitError(fault)
-        return torchrun_arguments(options.ranks, module, arguments)
+        return torchrun_arguments(options.ranks, module, arguments, restarts)
     me = describe(job, number, fault or own_name_fault(site.interface))
     address = meet(job, me, site.startup_timeout_s)
-    planned = node_torchrun_arguments(site, job, number, address, options.ranks, module, arguments)
+    planned = node_torchrun_arguments(site, job, number, address, options.ranks, module, arguments, restarts)
     known, lacking = known_to(_torchrun_source(), planned)
     if lacking and number == 0:
         say(f"torch {me.torch} has no {', '.join(lacking)}: left out")

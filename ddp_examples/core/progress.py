@@ -55,6 +55,12 @@ class Progress:
         self._forward_passes = 0
         self._steps: Counter[int] = Counter()  # by optimizer
         self._since: Optional[float] = None
+        self._before = 0  # steps that an earlier start of this run has made
+
+    def go_on_from(self, step: int) -> None:
+        """The next step is step + 1: `step` have been made before, and what was called until now was none."""
+        self._before, self._forward_passes = step, 0
+        self.trail.step = step
 
     @property
     def step(self) -> int:
@@ -80,7 +86,7 @@ class Progress:
         if not torch.is_grad_enabled():
             return  # evaluation may be one rank's alone
         self._forward_passes += 1
-        self.trail.step = 1 + max(self._steps.values(), default=self._forward_passes - 1)
+        self.trail.step = self._before + 1 + max(self._steps.values(), default=self._forward_passes - 1)
         self.trail.note("forward pass")
 
     def _forwarded(self, model: torch.nn.Module, *_: Any) -> None:
@@ -91,7 +97,7 @@ class Progress:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps[id(optimizer)] += 1
-        self.trail.step = max(self._steps.values())
+        self.trail.step = self._before + max(self._steps.values())
         self.trail.note(f"optimizer step{self._without_gradient()}")
         self._since = time.perf_counter()
 

@@ -49,13 +49,17 @@ def start(site: Site, job: Job, options: argparse.Namespace, runs: List[Run], se
     """In a job: start the ranks on its nodes."""
     table = site.queues[job.queue].gpus if job.queue in site.queues else 0
     ranks = options.ranks or launch.gpus_here(os.environ) or max(table, 0) or launch.DEFAULT_RANKS
-    logs = site.runs_folder() / job.id
+    logs, restarts = site.runs_folder() / job.id, options.max_restarts or 0
     if options.dry_run:
-        print(launch.plan_in_job(site, options.site, job, sys.executable, ranks, str(logs), module_of(runs), settings))
+        print(
+            launch.plan_in_job(
+                site, options.site, job, sys.executable, ranks, str(logs), module_of(runs), settings, restarts
+            )
+        )
         return Exit.OK
     if options.queue or options.time or options.account:
         say(f"this is job {job.id} already, so -p, -t and -A have no effect")
-    process = launch.node_arguments(sys.executable, options.site, len(job.nodes), ranks, str(logs), settings)
+    process = launch.node_arguments(sys.executable, options.site, len(job.nodes), ranks, str(logs), settings, restarts)
     command = launch.start_command(site, len(job.nodes), process)
     if not shutil.which(command[0]):
         refuse(
@@ -96,13 +100,19 @@ def submit(site: Site, launcher: str, options: argparse.Namespace, runs: List[Ru
     command = launch.sbatch_command(
         site, f"ddp-{name}", nodes, queue, asked, time, options.account, str(folder / "%j.log")
     )
-    arguments = [f"-N{nodes}", f"-n{ranks}", *["--requeue"] * site.requeue, f"site={options.site}", *settings]
+    restarts = options.max_restarts or 0
+    again = [f"--max-restarts={restarts}"] * bool(restarts)
+    arguments = [f"-N{nodes}", f"-n{ranks}", *again, *["--requeue"] * site.requeue, f"site={options.site}", *settings]
     script = launch.batch_script(launcher, sys.executable, arguments)
     if options.dry_run:
         some = launch.some_job(nodes)
         print(launch.plan_of_submission(command, script))
         logs = str(folder / some.id)
-        print(launch.plan_in_job(site, options.site, some, sys.executable, ranks, logs, module_of(runs), settings))
+        print(
+            launch.plan_in_job(
+                site, options.site, some, sys.executable, ranks, logs, module_of(runs), settings, restarts
+            )
+        )
         return Exit.OK
     folder.mkdir(parents=True, exist_ok=True)
     return _give_to_sbatch(command, script, folder, options.wait)
