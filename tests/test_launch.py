@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Optional
 
+import omegaconf
 import pytest
 from torchrun import ROOT, local, run
 
@@ -126,3 +128,25 @@ def test_the_list_of_demos() -> None:
     assert ended.status == 0
     assert "basic" in ended.out
     assert "torchrun --nproc_per_node=4 -m ddp_examples.basic" in ended.out
+
+
+def python_3_9() -> Optional[str]:
+    """The oldest Python that is supported, where there is one; omegaconf is borrowed from this one."""
+    there = sorted((Path.home() / ".pyenv" / "versions").glob("3.9*/bin/python3.9"))
+    return shutil.which("python3.9") or (str(there[-1]) if there else None)
+
+
+@pytest.mark.skipif(python_3_9() is None, reason="no Python 3.9 here")
+def test_what_starts_ranks_runs_on_python_3_9(tmp_path: Path) -> None:
+    borrowed = os.pathsep.join([str(ROOT), str(Path(omegaconf.__file__).parents[1])])
+    python, env = str(python_3_9()), {"PYTHONPATH": borrowed, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    for arguments, words in (
+        (["ddp_examples.core.node", "-n", "2", "--dry-run", "seed=1"], "--nproc-per-node=2"),
+        (["ddp_examples.core.submit", "launch/slurm.sh", "-N2", "--dry-run", "site=frontera"], "ibrun -n 2"),
+        (["ddp_examples", "demo=train", "--help"], "demo.global_batch"),
+    ):
+        ended = run([python, "-m", *arguments], cwd=tmp_path, env={**env, "SCRATCH": str(tmp_path)})
+        assert ended.status == 0, ended.output
+        assert words in ended.out
+    compiled = run([python, "-m", "compileall", "-q", str(ROOT / "ddp_examples")], env=env)
+    assert compiled.status == 0, compiled.output
