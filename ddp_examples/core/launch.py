@@ -19,6 +19,7 @@ launch/slurm.sh, launch/frontera.sh [-N NODES] [-n RANKS] [-p QUEUE] [-t HH:MM:S
   --wait: follow the job, end as it ends      --dry-run: print what would be run, run nothing
 """
 DEFAULT_RANKS = 4  # of a node without GPUs
+SUCCESSOR = "DDP_EXAMPLES_SUCCESSOR"  # environment variable of a job
 
 
 def parse_arguments(argv: Sequence[str]) -> Tuple[argparse.Namespace, List[str]]:
@@ -165,9 +166,13 @@ def sbatch_command(
     ]
 
 
-def batch_script(launcher: str, python: str, arguments: Sequence[str]) -> str:
-    """The launcher again, in the job; `python` is the interpreter that it was called with."""
-    return f"#!/bin/bash\nPYTHON={shlex.quote(python)} exec {shlex.join([launcher, *arguments])}\n"
+def batch_script(launcher: str, python: str, arguments: Sequence[str], successor: Sequence[str] = ()) -> str:
+    """The launcher again, in the job; `python` is the interpreter that it was called with.
+
+    `successor`: the sbatch command for a job that goes on where this one stops, if the job itself can't be requeued.
+    """
+    chain = f"export {SUCCESSOR}={shlex.quote(shlex.join(successor))}\n" if successor else ""
+    return f"#!/bin/bash\n{chain}PYTHON={shlex.quote(python)} exec {shlex.join([launcher, *arguments])}\n"
 
 
 def start_command(site: Site, nodes: int, node_arguments: Sequence[str]) -> List[str]:

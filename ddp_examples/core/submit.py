@@ -5,6 +5,7 @@ python -m ddp_examples.core.submit LAUNCHER [-N NODES] [-n RANKS] ... site=NAME 
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,10 @@ def main(argv: List[str]) -> int:
         if job and tasks > 1:
             raise ValueError(launch.too_many_tasks(tasks, len(job.nodes), options.ranks))
         if job:
-            return start(site, first_nodes(job, options.nodes), options, runs, settings)
+            status = start(site, first_nodes(job, options.nodes), options, runs, settings)
+            if status == Exit.LATER:
+                go_on_later(job, options, [launcher, *rest])
+            return status
         return submit(site, launcher, options, runs, settings)
     except (ConfigError, ValueError) as error:
         refuse(Exit.USAGE, str(error), speaks=me.rank == 0)
@@ -74,10 +78,30 @@ def start(site: Site, job: Job, options: argparse.Namespace, runs: List[Run], se
         verdict = conclude(logs, read_deaths(logs), ranks * len(job.nodes))
         if verdict.lines:
             say("\n".join(verdict.lines))
-    if status == Exit.LATER and options.requeue:
+    return status
+
+
+def go_on_later(job: Job, options: argparse.Namespace, command: List[str]) -> None:
+    """The ranks have stopped on request, and saved: put the job into the queue again, or a successor behind it.
+
+    Each start makes some steps, so this ends; --max-restarts ends it sooner.
+    """
+    successor = shlex.split(os.environ.get(launch.SUCCESSOR, ""))
+    made = len([option for option in successor if option.startswith("--dependency=")]) + job.restarts
+    if not options.requeue and not successor:
+        return  # not from sbatch
+    if options.max_restarts and made >= options.max_restarts:
+        say(f"job {job.id} was started again {made} times (--max-restarts), and is not again; by hand it goes on")
+    elif options.requeue:
         done = ask("scontrol", "requeue", job.id) is not None
         say(f"job {job.id} " + ("is in the queue again, and goes on there" if done else "could not be queued again"))
-    return status
+    else:
+        successor = [option.replace("%j", job.id) for option in successor]  # one log for all
+        successor.append(f"--dependency=afterany:{job.id}")
+        script = launch.batch_script(command[0], sys.executable, command[1:], successor)
+        given = subprocess.run(successor, input=script, capture_output=True, text=True)
+        number = job_number(given.stdout)
+        say(f"job {number} goes on when this one has ended" if number else f"no successor: {given.stderr.strip()}")
 
 
 def submit(site: Site, launcher: str, options: argparse.Namespace, runs: List[Run], settings: List[str]) -> int:
@@ -103,7 +127,7 @@ def submit(site: Site, launcher: str, options: argparse.Namespace, runs: List[Ru
     restarts = options.max_restarts or 0
     again = [f"--max-restarts={restarts}"] * bool(restarts)
     arguments = [f"-N{nodes}", f"-n{ranks}", *again, *["--requeue"] * site.requeue, f"site={options.site}", *settings]
-    script = launch.batch_script(launcher, sys.executable, arguments)
+    script = launch.batch_script(launcher, sys.executable, arguments, [] if site.requeue else command)
     if options.dry_run:
         some = launch.some_job(nodes)
         print(launch.plan_of_submission(command, script))
