@@ -96,7 +96,7 @@ def run(group: Group, config: Config) -> int:
     report.begin(group, config)
     train_set, test_set = training.load_data(params.data)
     share = params.global_batch // group.ranks.world_size  # samples of this rank in a step
-    steps_an_epoch = len(train_set) // params.global_batch  # type: ignore[arg-type]  the cut batch is left out
+    steps_an_epoch = len(train_set) // params.global_batch  # the cut batch at the end is left out
     last = params.epochs * steps_an_epoch
     sampler: DistributedSampler[Any] = DistributedSampler(train_set, seed=config.seed)
 
@@ -156,13 +156,19 @@ def run(group: Group, config: Config) -> int:
         verify.replicas_identical(model),
         verify.at_most("test samples left out or counted twice", abs(counted - len(test_set)), 0),
     ]
+    if precision.name == "off" and params.comm_hook == "none":  # else it is rounded on its way
+        x, y, *_ = next(iter(DataLoader(train_set, share, sampler=list(sampler)[:share])))
+        backward(
+            ddp, x.to(group.device), y.to(group.device), max(1, share // 2), precision
+        )  # accumulated, in two parts
+        checks.append(verify.gradient_is_global(ddp, mean_loss_of, x.to(group.device), y.to(group.device)))
     metrics = {"test_accuracy": accuracy, "steps": step, "parameters": verify.fingerprint(model_state(model))}
     return report.finish(group, config, checks, {**metrics, **meter.summary()})
 
 
 def wrap(model: nn.Module, params: Params) -> DistributedDataParallel:
     ddp = DistributedDataParallel(
-        torch.compile(model) if params.compile else model,  # type: ignore[arg-type]
+        torch.compile(model) if params.compile else model,
         bucket_cap_mb=params.bucket_cap_mb,
         gradient_as_bucket_view=params.gradient_as_bucket_view,
         static_graph=params.static_graph,
@@ -192,6 +198,10 @@ def backward(
             precision.scaled(part).backward()
         loss += part.detach()
     return loss
+
+
+def mean_loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x), y)
 
 
 def facts(config: Config) -> Dict[str, Any]:

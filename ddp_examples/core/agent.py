@@ -153,6 +153,9 @@ class NodeAgent(LocalElasticAgent):
         for worker in worker_group.workers:  # a restart: what the attempt before has left
             for path in self.folder.glob(f"rank-{worker.global_rank}.json"):
                 path.unlink()
+        for name in ("stall.json", "verdict.json"):
+            with suppress(FileNotFoundError):  # the agent of another node may have been here
+                (self.folder / name).unlink()
         pids: Dict[int, Any] = super()._start_workers(worker_group)
         self.world_size = worker_group.workers[0].world_size
         self.kills_before = kills()
@@ -202,7 +205,7 @@ class NodeAgent(LocalElasticAgent):
         bad = [death for death in found if death.code]  # else it was through when another failed
         self.deaths = bad[:1] + [death for death in bad[1:] if death.code != -signal.SIGTERM]  # torch has sent that
         for first in self.deaths:
-            if first.code in SPOKEN or self._failed_here_before():
+            if self._remaining_restarts and (first.code in SPOKEN or self._failed_here_before()):
                 self._remaining_restarts = 0
             failure = ProcessFailure(first.local_rank, first.pid, first.code, context.error_files[first.local_rank])
             return RunResult(result.state, failures={first.rank: failure})

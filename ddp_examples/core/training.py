@@ -28,7 +28,7 @@ def check_divides(global_batch: int, ranks: Ranks) -> None:
         refuse(Exit.USAGE, message, speaks=ranks.rank == 0)
 
 
-def load_data(name: str) -> Tuple[Dataset[Any], Dataset[Any]]:
+def load_data(name: str) -> Tuple[Any, Any]:
     """(train, test): the digits, or what `module:function` returns, datasets of (input, label, ...) with a length."""
     if name == "digits":
         return load_digits()
