@@ -105,9 +105,11 @@ class Progress:
         """After a backward pass that has not reached all parameters, DDP's collective on the others goes on waiting.
 
         DDP itself tells in the next forward pass, if it comes to that. Some call collectives between the forward and
-        the backward pass, where all gradients are missing: seen three times, it is not asked again.
+        the backward pass, where all gradients are missing: seen three times, it is not asked again. Nor is it in a
+        backward pass, where a communication hook calls a collective: DDP's Reducer holds the lock that it would take.
         """
-        for model in self._models if self._missing < 3 else ():
+        asks = self._missing < 3 and torch._C._current_graph_task_id() == -1
+        for model in self._models if asks else ():
             try:
                 model.reducer._check_reducer_finalized()  # type: ignore[operator,union-attr]
             except RuntimeError as error:
