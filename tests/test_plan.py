@@ -145,7 +145,9 @@ def test_where_a_job_can_not_be_requeued_a_successor_goes_on(before, given, mach
     monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
     submitted = []
 
-    def sbatch(command, input, **options):
+    def sbatch(command, input="", **options):
+        if command[0] != "sbatch":
+            return subprocess.CompletedProcess(command, 1, "", "")
         submitted.append((command, input))
         return subprocess.CompletedProcess(command, 0, "Submitted batch job 18\n", "")
 

@@ -24,7 +24,7 @@ SUCCESSOR = "DDP_EXAMPLES_SUCCESSOR"  # environment variable of a job
 
 def parse_arguments(argv: Sequence[str]) -> Tuple[argparse.Namespace, List[str]]:
     """The launcher's own options, and the rest, which are settings for the demo. An option not given is None."""
-    parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="ddp-examples", usage=USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("-N", "--nodes", type=positive)
     parser.add_argument("-n", "--ranks", type=positive)
     parser.add_argument("-p", "--queue")
