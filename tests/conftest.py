@@ -36,6 +36,16 @@ def _no_leaks() -> Iterator[None]:
     assert children() <= before[2], "the test left a child process"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _runs_that_break_leave_their_folder_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("runs"))
+    yield
+    del os.environ["TMPDIR"]
+    if before is not None:
+        os.environ["TMPDIR"] = before
+
+
 @pytest.fixture
 def group() -> Iterator[Group]:
     """A world of one in memory: no port, no launcher; collectives and DDP work on it."""

@@ -28,7 +28,7 @@ SETTINGS = ["demo=train", "demo.epochs=6", "checkpoint.every_s=0.5", "report=rep
 
 def start(folder: Path, ranks: int, *more: str) -> "Tuple[subprocess.Popen[bytes], str]":
     marker = uuid.uuid4().hex
-    env = {**os.environ, MARKER: marker, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, MARKER: marker, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     command = [str(ROOT / "launch" / "local.sh"), "-n", str(ranks), *more, *SETTINGS]
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log), marker
