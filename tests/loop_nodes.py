@@ -37,7 +37,7 @@ def running_in(host: str, words: str) -> List[int]:
 
 
 def while_it_runs(cluster: Cluster, folder: Path, act: Callable[[], None]) -> Result:
-    """Start a run over both nodes, `act` in the middle of it; `seconds` of the result count from then."""
+    """Start a run over both nodes, `act` in the middle of it; `seconds` of the result: from then to the verdict."""
     results: List[Result] = []
     with cluster.job() as job:
         launch = threading.Thread(
@@ -52,12 +52,17 @@ def while_it_runs(cluster: Cluster, folder: Path, act: Callable[[], None]) -> Re
         deadline = time.monotonic() + 90
         while not (log.exists() and "epoch 2/" in log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        begun = time.monotonic()
+        begun = time.time()
         act()
         launch.join()
-        seconds = time.monotonic() - begun
         call("mend", NODE_2)
-    return Result(results[0].status, results[0].out, results[0].err, seconds, results[0].left)
+        verdict = folder / "runs" / job / "verdict.json"
+        seconds = verdict.stat().st_mtime - begun if verdict.exists() else float("inf")
+        deadline = time.monotonic() + 60
+        while running_in(NODE_2, "ddp_examples") and time.monotonic() < deadline:
+            time.sleep(0.5)
+        left = [str(pid) for pid in running_in(NODE_2, "ddp_examples")]
+    return Result(results[0].status, results[0].out, results[0].err, seconds, left)
 
 
 def link_cut(cluster: Cluster, folder: Path) -> Result:

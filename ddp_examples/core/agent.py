@@ -79,9 +79,9 @@ def _run_agent(options: Any, fork: bool, folder: Path, speaks: bool = True) -> i
         agents[0].folder = folder
         return agents[0]
 
+    _running.append(agents)
     try:
-        for number in SIGNALS:  # torch handles four of them, and those only once the ranks are up
-            signal.signal(number, _raise_signal)
+        handle_signals()
         with patch.object(api, "LocalElasticAgent", make):  # launch_agent has no argument for it
             api.elastic_launch(config, entrypoint)(*entrypoint_arguments)
     except ChildFailedError as error:
@@ -94,7 +94,21 @@ def _run_agent(options: Any, fork: bool, folder: Path, speaks: bool = True) -> i
     return Exit.OK
 
 
+# Keeps the agent until Python ends: its c10d rendezvous would be finalised in a thread of its own, which then joins
+# itself, with a traceback (torch 2.13; see it: SIGTERM to torchrun over two nodes).
+_running: List[Any] = []
+
+
+def handle_signals() -> None:
+    """torch handles four of these, and those only once the ranks are up."""
+    for number in SIGNALS:
+        signal.signal(number, _raise_signal)
+
+
 def _raise_signal(number: int, _: Any) -> None:
+    """Once: a batch system's signal comes by several ways, and the second would cut short the ranks' time to save."""
+    for other in set(SIGNALS) - {signal.SIGINT}:
+        signal.signal(other, signal.SIG_IGN)
     raise SignalException(f"got signal {number}", signal.Signals(number))
 
 
@@ -157,6 +171,7 @@ class NodeAgent(LocalElasticAgent):
             with suppress(FileNotFoundError):  # the agent of another node may have been here
                 (self.folder / name).unlink()
         pids: Dict[int, Any] = super()._start_workers(worker_group)
+        handle_signals()  # again: torch has put its own there
         self.world_size = worker_group.workers[0].world_size
         self.kills_before = kills()
         self._died: List[Tuple[int, int]] = []  # local rank, time in ns

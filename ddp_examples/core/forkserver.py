@@ -13,6 +13,7 @@ import runpy
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 from ddp_examples.core.exits import Exit, say
 from ddp_examples.core.failure import RUN, run_folder
@@ -38,7 +39,9 @@ def start_server() -> None:
     # Before Python 3.9.16 and 3.10.9 the server's socket was an abstract one, open to every user (CVE-2022-42919).
     setattr(multiprocessing.util, "abstract_sockets_supported", False)  # noqa: B010  mypy takes it for a constant
     multiprocessing.set_forkserver_preload(["ddp_examples.core.preload"])
-    multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
+    quiet = {"PYTHONWARNINGS": "ignore:resource_tracker"}  # else it complains when the launcher is killed
+    with patch.dict(os.environ, quiet):
+        multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # a child has the mask of its parent
     multiprocessing.forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -73,12 +73,13 @@ def start(site: Site, job: Job, options: argparse.Namespace, runs: List[Run], se
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     if cpus:  # since 22.05 srun does not take it from sbatch, and all ranks of a node would share one core
         os.environ.setdefault("SRUN_CPUS_PER_TASK", cpus)
-    status = run_step(command, logs, job)
-    if status:
+
+    def tell() -> None:
         verdict = conclude(logs, read_deaths(logs), ranks * len(job.nodes))
         if verdict.lines:
             say("\n".join(verdict.lines))
-    return status
+
+    return run_step(command, logs, job, tell)
 
 
 def go_on_later(job: Job, options: argparse.Namespace, command: List[str]) -> None:

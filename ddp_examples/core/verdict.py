@@ -89,7 +89,11 @@ def decide(
             return found
     if first_death:
         return _of_death(first_death, failures, trails, world_size)
-    return _of_place(failures, trails, world_size) or _of_echo(failures, world_size)
+    return (
+        _of_place(failures, trails, world_size)
+        or _of_silent(failures, trails, world_size)
+        or _of_echo(failures, world_size)
+    )
 
 
 def _of_failure(cause: Failure, failures: Sequence[Failure], deaths: Sequence[Death], world_size: int) -> Verdict:
@@ -175,6 +179,24 @@ def _of_place(failures: Sequence[Failure], trails: Trails, world_size: int) -> O
     groups = [(ranks, f"{head['where']}, step {head['step']}")]
     place = (head["host"], head["local_rank"], head["pid"])
     return _of_stall(Stall("hang", ranks, head["step"], head["age_s"], groups, *place), world_size)
+
+
+def _of_silent(failures: Sequence[Failure], trails: Trails, world_size: int) -> Optional[Verdict]:
+    """The others have lost peers, and some rank has said nothing at all, nor its parent: all of its node was killed."""
+    told = {failure.rank for failure in failures}
+    silent = [rank for rank in trails if rank not in told and not trails[rank][0].get("left")]
+    if not failures or not silent or len(trails) < world_size:
+        return None
+    head, entries = trails[silent[0]]
+    step = entries[-1].step if entries else int(head.get("step", 0))
+    lines = [
+        f"rank{'s' * (len(silent) > 1)} {some(silent)} went without a word, {step_words(step)}",
+        f"  on host {head.get('host')} (local rank {head.get('local_rank')}, pid {head.get('pid')}): killed there,"
+        " with the process that started it, or the host is down",
+        f"  last seen at {head['where']}" if head.get("where") else "",
+        _followers(len(silent), world_size),
+    ]
+    return Verdict("kill", silent, step, [line for line in lines if line])
 
 
 def _of_echo(failures: Sequence[Failure], world_size: int) -> Verdict:
