@@ -1,6 +1,7 @@
 """Break one rank on purpose, in one of 12 ways, and see it named.
 
     launch/local.sh demo=faults demo.kind=hang demo.rank=1 demo.step=5 watch.hang_s=5
+    torchrun --nproc_per_node=4 -m ddp_examples.faults demo.kind=skip demo.rank=2
 
 What each kind teaches; all but slow and none end with the status of the fault:
 

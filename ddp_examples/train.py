@@ -1,6 +1,6 @@
 """A real training run that can be killed, stopped, preempted and resized, and goes on where it was.
 
-    launch/local.sh demo=train
+    torchrun --nproc_per_node=4 -m ddp_examples.train
     launch/local.sh -n 2 demo=train demo.epochs=40 checkpoint.every_s=60      # goes on, on 2 ranks
 
 Ctrl-C ends it. SIGTERM, SIGUSR1 or SIGUSR2, to a rank or the launcher, and the nearing end of the job's time make all

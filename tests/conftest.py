@@ -1,6 +1,7 @@
 """Fixtures. Every test must leave no process group, environment variable, working folder or child process behind."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Iterator
 
@@ -13,7 +14,11 @@ from ddp_examples.core.ranks import Ranks
 
 def children() -> set:
     """Pids of this process's children."""
-    return {int(pid) for task in Path("/proc/self/task").glob("*") for pid in (task / "children").read_text().split()}
+    found = set()
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 OTHERS_OWN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # pytest's, and torch's when it first needs _dynamo

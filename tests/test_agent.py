@@ -165,3 +165,16 @@ def test_the_server_does_not_initialise_cuda_and_has_no_threads() -> None:
     )
     ended = run([sys.executable, "-c", script], env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert ended.status == 0, ended.err
+
+
+def test_a_signal_that_comes_twice_does_not_cut_short_the_ranks_time_to_save(tmp_path: Path) -> None:
+    """As from a batch system: to the launcher, and to every process of the job."""
+    checkpoints = f"checkpoint.path={tmp_path}/c"
+    process, marker = started("-n", "2", "demo=train", "demo.epochs=40", checkpoints)
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 75, output
+    assert "stopped on request after step" in output
+    assert not wait_until_gone(marker, 10)

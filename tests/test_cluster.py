@@ -110,7 +110,7 @@ def test_link_cut_before_the_start(cluster, tmp_path):
 
 
 def test_watch_ends_with_the_job(cluster, tmp_path):
-    sbatch = ["sbatch", "--parsable", "--nodes=2", "--output=/dev/null", "--wrap=sleep 4"]
+    sbatch = ["sbatch", "--parsable", "--nodes=2", "--output=/dev/null", "--wrap=sleep 15"]
     job = cluster.on("login1", *sbatch, cwd=tmp_path).out.strip()
     result = cluster.on("login1", str(ROOT / "launch" / "watch.sh"), job, cwd=tmp_path)
     assert result.status == 0, result.output

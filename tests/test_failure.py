@@ -326,6 +326,18 @@ def test_what_a_kill_was_for(tmp_path: Path) -> None:
     assert "out of memory" in why_killed(0, 1)
     assert "not for want of memory" in why_killed(1, 1)
     assert "nobody here counts" in why_killed(None, None)
-    lines = conclude(tmp_path, [death(1, -9)], 2, "out of memory").lines
+    lines = conclude(tmp_path, [replace(death(1, -9), why="out of memory")], 2).lines
     assert "  out of memory" in lines
-    assert "  out of memory" not in conclude(tmp_path, [death(1, -11)], 2, "out of memory").lines
+    assert "  out of memory" not in conclude(tmp_path, [death(1, -11)], 2).lines
+
+
+def test_a_rank_that_was_killed_with_its_parent_is_named() -> None:
+    """On another node, where its agent, which would have told, is gone too."""
+    calls = trails(["all_reduce"], ["all_reduce"], where="train.py:9 in f")
+    lost = Failure(0, 0, "c1", 100, 5, 5, "echo", "RuntimeError: Connection closed by peer", "train.py:9 in f")
+    verdict = decide([lost], [], calls, None, 2)
+    assert (verdict.kind, verdict.ranks, verdict.step) == ("kill", [1], 5)
+    assert "rank 1 went without a word, in step 5" in verdict.lines[0]
+    assert "host c1" in verdict.lines[1]
+    calls[1][0]["left"] = True  # it was through
+    assert decide([lost], [], calls, None, 2).kind != "kill"

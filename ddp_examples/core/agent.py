@@ -89,7 +89,8 @@ def _run_agent(options: Any, fork: bool, folder: Path, speaks: bool = True) -> i
     except SignalException as error:
         if agents and agents[0].all_saved():
             return Exit.LATER
-        say(f"ended by {signal.Signals(error.sigval).name}; all ranks are ended")
+        if speaks:
+            say(f"ended by {signal.Signals(error.sigval).name}; all ranks are ended")
         return 128 + int(error.sigval)
     return Exit.OK
 
