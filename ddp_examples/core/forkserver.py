@@ -18,10 +18,11 @@ from unittest.mock import patch
 from ddp_examples.core.exits import Exit, say
 from ddp_examples.core.failure import RUN, run_folder
 from ddp_examples.core.last_words import leave_record
-from ddp_examples.core.orphans import die_with_parent
+from ddp_examples.core.orphans import SIGNALS, die_with_parent
 
-# What a terminal sends to all its processes. The server must not end, or complain, before the agent has ended ranks.
-TERMINAL = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+# What a terminal or a batch system may send to all processes of a run. The server must not end by it: that would end
+# the ranks (die_with_parent), before they have saved.
+HELD_BACK = set(SIGNALS)
 MOST_RANKS = 100  # it is sent 2 file descriptors a rank, at most 256 in all: `ValueError: too many fds` with 128 ranks
 
 
@@ -39,10 +40,11 @@ def start_server() -> None:
     # Before Python 3.9.16 and 3.10.9 the server's socket was an abstract one, open to every user (CVE-2022-42919).
     setattr(multiprocessing.util, "abstract_sockets_supported", False)  # noqa: B010  mypy takes it for a constant
     multiprocessing.set_forkserver_preload(["ddp_examples.core.preload"])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # a child has the mask of its parent
     quiet = {"PYTHONWARNINGS": "ignore:resource_tracker"}  # else it complains when the launcher is killed
     with patch.dict(os.environ, quiet):
-        multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # a child has the mask of its parent
+        multiprocessing.resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # the tracker has unblocked SIGINT and SIGTERM
     multiprocessing.forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -52,7 +54,7 @@ def run_rank(folder: str, module: str, *arguments: str) -> None:
     die_with_parent(signal.SIGKILL)  # replaces torch's SIGINT, by which a rank that hangs would live on
     if os.getsid(0) != os.getpid():
         os.setsid()  # as torchrun does: Ctrl-C goes to the agent, which ends the ranks, and not to each of them too
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # As under `nohup` or in the background of a shell: the agent passes on the signal that it got, and a rank
         # that ignores it would live on for 30 s, until SIGKILL.
