@@ -60,7 +60,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def main() -> int:
     ranks = read_ranks(os.environ)
     config = load_config(Params, sys.argv[1:], ranks)
-    with process_group(ranks, config.backend.name, config.backend.timeout_s, config.debug) as group:
+    with process_group(ranks, **config.group()) as group:
         return train(group, config)  # a function of its own: the model must be gone when the group is closed
 
 
@@ -77,6 +77,7 @@ def train(group: Group, config: Config) -> int:
     test_x, test_y = (tensor.to(group.device) for tensor in test_set.tensors[:2])
 
     model = build_model().to(group.device)
+    verify.same_start(len(loader), model, config)  # a rank with one batch more would wait for ever in it
     ddp = DistributedDataParallel(model)  # every rank starts from the parameters of rank 0
     optimizer = torch.optim.SGD(ddp.parameters(), lr=params.lr)
     norms = watch_gradients(ddp) if params.show == "gradients" else None

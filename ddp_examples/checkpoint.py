@@ -59,7 +59,7 @@ def main() -> int:
             f"demo.global_batch={config.demo.global_batch} can't be shared by {ranks.world_size} ranks; {fits} can"
         )
         refuse(Exit.USAGE, message, speaks=ranks.rank == 0)
-    with process_group(ranks, config.backend.name, config.backend.timeout_s, config.debug) as group:
+    with process_group(ranks, **config.group()) as group:
         return run(group, config)
 
 

@@ -80,8 +80,7 @@ def two_devices(device: torch.device) -> Tuple[torch.device, torch.device]:
 def main() -> int:
     ranks = read_ranks(os.environ)
     config = load_config(Params, sys.argv[1:], ranks)
-    timeout_s = config.backend.timeout_s
-    with process_group(ranks, config.backend.name, timeout_s, config.debug, devices_per_rank=2) as group:
+    with process_group(ranks, **config.group(), devices_per_rank=2) as group:
         return train(group, config)  # a function of its own: the model must be gone when the group is closed
 
 
@@ -99,6 +98,7 @@ def train(group: Group, config: Config) -> int:
     test_x, test_y = test_set.tensors[0].to(devices[0]), test_set.tensors[1].to(devices[1])
 
     model = SplitModel(devices, params.microbatches)
+    verify.same_start(len(loader), model, config)
     ddp = DistributedDataParallel(model)  # no device_ids: it leaves the parameters, and the input, where they are
     optimizer = torch.optim.SGD(ddp.parameters(), lr=params.lr)
     steps: List[Step] = []

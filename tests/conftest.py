@@ -1,7 +1,7 @@
 """Fixtures. Every test must leave no process group, environment variable, working folder or child process behind."""
 
-import contextlib
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Iterator
 
@@ -16,7 +16,7 @@ def children() -> set:
     """Pids of this process's children."""
     found = set()
     for task in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # the thread has ended
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
             found.update(map(int, (task / "children").read_text().split()))
     return found
 
@@ -39,6 +39,16 @@ def _no_leaks() -> Iterator[None]:
     assert environment() == before[0], "the test left an environment variable"
     assert Path.cwd() == before[1], "the test left another working folder"
     assert children() <= before[2], "the test left a child process"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _runs_that_break_leave_their_folder_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("runs"))
+    yield
+    del os.environ["TMPDIR"]
+    if before is not None:
+        os.environ["TMPDIR"] = before
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """`failing KIND`: rank 1 breaks in the middle of a training loop, the others go on."""
 
+import ctypes
 import os
 import sys
 import time
@@ -22,6 +23,10 @@ def fail(kind: str) -> None:
         os.abort()
     if kind == "leave":
         sys.exit(0)
+    if kind == "stop":
+        os.kill(os.getpid(), 19)
+    if kind == "lock":
+        ctypes.PyDLL(None).sleep(3600)  # C code that does not let go of Python's lock
 
 
 def train(group: Group, kind: str) -> None:
@@ -34,5 +39,5 @@ def train(group: Group, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    with process_group(read_ranks(os.environ), "gloo", 60) as opened:
+    with process_group(read_ranks(os.environ), "gloo", 60, lost_s=3) as opened:
         train(opened, sys.argv[1])

@@ -53,7 +53,7 @@ def kill_while_saving(folder: Path, kills: int, megabytes: int, seed: int, mode:
     for _ in range(kills):
         marker = uuid.uuid4().hex
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        env = {**os.environ, MARKER: marker, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, MARKER: marker, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         command = [sys.executable, "-c", FORK, "--standalone", "--nproc-per-node=2", "--module", "loop_kill"]
         log = folder / "log"
         with log.open("wb") as out:

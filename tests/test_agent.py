@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Dict, List
 
@@ -87,7 +88,9 @@ def test_sockets_of_a_run_of_4_ranks_are_on_loopback_only() -> None:
     assert not wait_until_gone(marker, 10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGKILL]
+)
 def test_nothing_is_left_when_the_launcher_gets_a_signal(number: signal.Signals) -> None:
     process, marker = started("-n", "2", "demo.epochs=2000")
     process.send_signal(number)
@@ -109,6 +112,49 @@ def test_a_run_that_was_started_ignoring_ctrl_c_ends_by_it_at_once() -> None:
     assert not wait_until_gone(marker, 10)
 
 
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
+def test_ctrl_c_before_the_ranks_are_up_is_one_line(seconds: float) -> None:
+    """To all processes of the terminal, as it sends it."""
+    marker = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [str(ROOT / "launch" / "local.sh"), "-n", "2", "demo.epochs=2000"],
+        env={**os.environ, MARKER: marker, "PYTHON": sys.executable},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=30)[0].decode()
+    assert not wait_until_gone(marker, 10)
+    assert "Traceback" not in output
+    assert len([line for line in output.splitlines() if "SIGINT" in line]) == 1, output
+    assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+def test_nothing_is_left_when_bare_torchrun_gets_a_signal(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    marker = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [*command, "--nproc-per-node=2", "-m", "ddp_examples.basic", "demo.epochs=2000"],
+        env={**os.environ, MARKER: marker, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    next(line for line in process.stdout if line.startswith(b"epoch 1/"))
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    left = wait_until_gone(marker, 10)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
 def test_the_server_does_not_initialise_cuda_and_has_no_threads() -> None:
     """A forked process can use neither CUDA nor locks that another thread held."""
     script = (
@@ -120,3 +166,17 @@ def test_the_server_does_not_initialise_cuda_and_has_no_threads() -> None:
     )
     ended = run([sys.executable, "-c", script], env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert ended.status == 0, ended.err
+
+
+def test_a_signal_that_comes_twice_does_not_cut_short_the_ranks_time_to_save(tmp_path: Path) -> None:
+    """As from a batch system: to the launcher, and to every process of the job."""
+    checkpoints = f"checkpoint.path={tmp_path}/c"
+    process, marker = started("-n", "2", "demo=train", "demo.epochs=40", checkpoints)
+    for _ in range(2):
+        for pid in (process.pid, *processes(marker)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 75, output
+    assert "stopped on request after step" in output
+    assert not wait_until_gone(marker, 10)

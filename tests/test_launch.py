@@ -1,10 +1,12 @@
 """Plans as pure functions, and the launchers as people call them."""
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Optional
 
 import pytest
 from torchrun import ROOT, local, run
@@ -126,3 +128,30 @@ def test_the_list_of_demos() -> None:
     assert ended.status == 0
     assert "basic" in ended.out
     assert "torchrun --nproc_per_node=4 -m ddp_examples.basic" in ended.out
+
+
+def test_every_module_is_python_3_9() -> None:
+    for path in (ROOT / "ddp_examples").rglob("*.py"):
+        ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, 9))
+
+
+def python_3_9() -> Optional[str]:
+    """The oldest Python that is supported, where there is one with omegaconf; DDP_EXAMPLES_PYTHON39 names it."""
+    there = [os.environ.get("DDP_EXAMPLES_PYTHON39"), shutil.which("python3.9")]
+    there += map(str, (Path.home() / ".pyenv" / "versions").glob("3.9*/bin/python3.9"))
+    ask = "import sys, omegaconf; sys.exit(sys.version_info[:2] != (3, 9))"
+    good = (name for name in there if name and subprocess.run([name, "-c", ask], capture_output=True).returncode == 0)
+    return next(good, None)
+
+
+@pytest.mark.skipif(python_3_9() is None, reason="no Python 3.9 with omegaconf here")
+def test_what_starts_ranks_runs_on_python_3_9(tmp_path: Path) -> None:
+    env = {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path), "SCRATCH": str(tmp_path)}
+    for arguments, words in (
+        (["ddp_examples.core.node", "-n", "2", "--dry-run", "seed=1"], "--nproc-per-node=2"),
+        (["ddp_examples.core.submit", "launch/slurm.sh", "-N2", "--dry-run", "site=frontera"], "ibrun -n 2"),
+        (["ddp_examples", "demo=train", "--help"], "demo.global_batch"),
+    ):
+        ended = run([str(python_3_9()), "-m", *arguments], cwd=tmp_path, env=env)
+        assert ended.status == 0, ended.output
+        assert words in ended.out

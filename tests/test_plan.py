@@ -4,6 +4,8 @@ After a change that is meant: DDP_EXAMPLES_GOLDEN=write python -m pytest tests/t
 """
 
 import os
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -139,3 +141,33 @@ def test_run_that_stopped_after_saving_is_queued_again(options, asked, machine, 
     monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert submit.main(["/code/launch/slurm.sh", "site=slurm", *options, *SETTINGS]) == 75
     assert commands == asked
+
+
+@pytest.mark.parametrize(("before", "given"), [([], 1), (["--dependency=afterany:15", "--dependency=afterany:16"], 0)])
+def test_where_a_job_can_not_be_requeued_a_successor_goes_on(before, given, machine, monkeypatch, capsys):
+    """With the same script and log, at most --max-restarts times."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "c101-[001-002]")
+    monkeypatch.setenv(launch.SUCCESSOR, shlex.join(["sbatch", "--nodes=2", "--output=/a b/%j.log", *before]))
+    monkeypatch.setattr(submit, "run_step", lambda *arguments: 75)
+    monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
+    submitted = []
+
+    def sbatch(command, input="", **options):
+        if command[0] != "sbatch":
+            return subprocess.CompletedProcess(command, 1, "", "")
+        submitted.append((command, input))
+        return subprocess.CompletedProcess(command, 0, "Submitted batch job 18\n", "")
+
+    monkeypatch.setattr(submit.subprocess, "run", sbatch)
+    arguments = ["--max-restarts=2", "-N2", "site=frontera", *SETTINGS]
+    assert submit.main(["/code/launch/slurm.sh", *arguments]) == 75
+    assert len(submitted) == given
+    if given:
+        [(command, script)] = submitted
+        assert command == ["sbatch", "--nodes=2", "--output=/a b/17.log", "--dependency=afterany:17"]
+        assert script.endswith(f"exec /code/launch/slurm.sh {shlex.join(arguments)}\n")
+        assert shlex.quote(shlex.join(command)) in script
+    said = capsys.readouterr().err
+    assert ("job 18 goes on when this one has ended" in said) == bool(given)
+    assert ("started again 2 times" in said) == (not given)

@@ -1,5 +1,6 @@
 """The launcher's side of a run in a job: status, messages and signals, with a script in place of srun."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -144,4 +145,8 @@ def test_look_goes_by_the_site():
     srun = usage.look_command("srun --jobid={job} -w {host}", "17", "c101-001", {})
     assert srun == ["srun", "--jobid=17", "-w", "c101-001", sys.executable, "-m", "ddp_examples.core.usage"]
     ssh = usage.look_command("ssh {host}", "17", "c101-001", {"LD_LIBRARY_PATH": "/a b"})
-    assert ssh == ["ssh", "c101-001", f"env 'LD_LIBRARY_PATH=/a b' {sys.executable} -m ddp_examples.core.usage"]
+    assert ssh == [
+        "ssh",
+        "c101-001",
+        f"env 'LD_LIBRARY_PATH=/a b' {shlex.quote(sys.executable)} -m ddp_examples.core.usage",
+    ]

@@ -43,8 +43,11 @@ class Checkpoint:
     path: str
     keep: int
     mode: str  # sync, async
+    every_s: float
 
     def __post_init__(self) -> None:
+        if self.every_s < 0:
+            raise ValueError(f"checkpoint.every_s={self.every_s:g}: 0 (never), or seconds")
         if self.keep < 2:
             raise ValueError(f"checkpoint.keep={self.keep}: at least 2, so that one is whole while another is written")
         if self.mode not in ("sync", "async"):
@@ -63,6 +66,28 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class WatchLimits:
+    """Of core/watch.py; 0: not looked for."""
+
+    hang_s: float
+    lost_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("hang_s", self.hang_s), ("lost_s", self.lost_s)):
+            if value < 0 or 0 < value < 2:
+                raise ValueError(f"watch.{name}={value:g}: 0 (off), or at least 2 seconds")
+
+
+@dataclass(frozen=True)
+class Stop:
+    before_end_s: float
+
+    def __post_init__(self) -> None:
+        if self.before_end_s < 0:
+            raise ValueError(f"stop.before_end_s={self.before_end_s:g}: 0 (not looked for), or seconds")
+
+
+@dataclass(frozen=True)
 class Config:
     """What a run was asked to do. Paths are absolute; `demo` is the demo's own Params."""
 
@@ -71,6 +96,8 @@ class Config:
     backend: Backend
     checkpoint: Checkpoint
     launch: Launch
+    watch: WatchLimits
+    stop: Stop
     report: Optional[str]
     seed: int
     debug: bool
@@ -78,6 +105,11 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: 0 or more, and below 2**63")
+
+    def group(self) -> Dict[str, Any]:
+        """What process_group takes: `with process_group(ranks, **config.group()) as group:`."""
+        backend = {"backend": self.backend.name, "timeout_s": self.backend.timeout_s, "debug": self.debug}
+        return {**backend, "hang_s": self.watch.hang_s, "lost_s": self.watch.lost_s}
 
 
 class ConfigError(Exception):
@@ -188,7 +220,14 @@ def _hints(section: Type[Any]) -> Dict[str, Any]:
 
 
 def _sections(params: Type[Any]) -> Dict[str, Type[Any]]:
-    return {"demo": params, "backend": Backend, "checkpoint": Checkpoint, "launch": Launch}
+    return {
+        "demo": params,
+        "backend": Backend,
+        "checkpoint": Checkpoint,
+        "launch": Launch,
+        "watch": WatchLimits,
+        "stop": Stop,
+    }
 
 
 def _typed_tree(params: Type[Any]) -> DictConfig:

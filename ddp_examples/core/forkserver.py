@@ -3,6 +3,7 @@
 torchrun starts a fresh Python for each rank, and each imports torch: about 1.9 s of CPU a rank.
 """
 
+import io
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -11,14 +12,17 @@ import os
 import runpy
 import signal
 import sys
-import traceback
+from pathlib import Path
+from unittest.mock import patch
 
 from ddp_examples.core.exits import Exit, say
-from ddp_examples.core.orphans import die_with_parent
+from ddp_examples.core.failure import RUN, run_folder
+from ddp_examples.core.last_words import leave_record
+from ddp_examples.core.orphans import SIGNALS, die_with_parent
 
-# What a terminal or Slurm sends to every process of a run: the agent ends its ranks by it, and gives them 30 s to save.
-# The server is not to end before, since the ranks die with it.
-ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+# What a terminal or a batch system may send to all processes of a run. The server must not end by it: that would end
+# the ranks (die_with_parent), before they have saved.
+HELD_BACK = set(SIGNALS)
 MOST_RANKS = 100  # it is sent 2 file descriptors a rank, at most 256 in all: `ValueError: too many fds` with 128 ranks
 
 
@@ -36,32 +40,59 @@ def start_server() -> None:
     # Before Python 3.9.16 and 3.10.9 the server's socket was an abstract one, open to every user (CVE-2022-42919).
     setattr(multiprocessing.util, "abstract_sockets_supported", False)  # noqa: B010  mypy takes it for a constant
     multiprocessing.set_forkserver_preload(["ddp_examples.core.preload"])
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # a child has the mask of its parent
-    multiprocessing.resource_tracker.ensure_running()  # it unblocks two of them when it starts
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # a child has the mask of its parent
+    quiet = {"PYTHONWARNINGS": "ignore:resource_tracker"}  # else it complains when the launcher is killed
+    with patch.dict(os.environ, quiet):
+        multiprocessing.resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # the tracker has unblocked SIGINT and SIGTERM
     multiprocessing.forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def run_rank(module: str, *arguments: str) -> None:
-    """What a forked rank does: `python -m module arguments`, as torchrun would have started it."""
+def run_rank(folder: str, module: str, *arguments: str) -> None:
+    """What a rank does: `python -m module arguments`, as torchrun would have started it; `folder` is the run's."""
     die_with_parent(signal.SIGKILL)  # replaces torch's SIGINT, by which a rank that hangs would live on
-    os.setsid()  # as torchrun does: Ctrl-C goes to the agent, which ends the ranks, and not to each of them too
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    if os.getsid(0) != os.getpid():
+        os.setsid()  # as torchrun does: Ctrl-C goes to the agent, which ends the ranks, and not to each of them too
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # As under `nohup` or in the background of a shell: the agent passes on the signal that it got, and a rank
         # that ignores it would live on for 30 s, until SIGKILL.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank = int(os.environ["RANK"])
+    if not run_folder():  # else the launcher that named one has seen to the ranks' output too
+        os.environ[RUN] = folder
+        _keep_from_screen(Path(folder) / f"rank-{rank}.log")
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        leave_record(error, rank, int(os.environ["LOCAL_RANK"]), 0, "", Path(folder))  # if process_group has not
         sys.exit(int(Exit.ERROR))  # an exception that torch sees would leave its traceback in a file in /tmp
     _leave_group()
+
+
+class _Screen(io.TextIOWrapper):
+    """Python's standard error. faulthandler, which torch enables, asks for the descriptor, and is to use the log."""
+
+    def fileno(self) -> int:
+        return 2
+
+
+def _keep_from_screen(log: Path) -> None:
+    """What C code writes to standard error goes to the rank's log: gloo's last words, once a rank, are an echo mostly.
+
+    Python's own standard error stays what it was.
+    """
+    sys.stderr.flush()
+    screen = os.dup(2)
+    sys.stderr = _Screen(open(screen, "wb", 0), errors="backslashreplace", write_through=True)  # noqa: SIM115,PTH123
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 def _leave_group() -> None:
@@ -76,3 +107,7 @@ def _leave_group() -> None:
     if dist.is_initialized():
         gc.collect()  # models before the group: see group._close
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # a rank that is not forked
+    run_rank(*sys.argv[1:])

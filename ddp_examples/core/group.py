@@ -4,7 +4,6 @@ with process_group(read_ranks(os.environ), backend="auto", timeout_s=120) as gro
     train(group)  # owns the model, and has let go of it when it returns
 """
 
-import faulthandler
 import gc
 import importlib
 import itertools
@@ -26,8 +25,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_examples.core import alone
+from ddp_examples.core.debug import more_checks
 from ddp_examples.core.exits import Exit, Refusal, refuse, say
+from ddp_examples.core.progress import Progress
 from ddp_examples.core.ranks import Ranks, loopback_interface
+from ddp_examples.core.witness import Witness
 
 T = TypeVar("T")
 
@@ -40,6 +42,7 @@ class Group:
     backend: str  # "gloo" or "nccl"; "alone" where one rank needs neither
     why: str  # that backend
     device: torch.device  # of this rank, the first one where it has several
+    progress: Progress
     host: str = field(default_factory=socket.gethostname)
     started: float = field(default_factory=time.time)  # seconds since 1970
 
@@ -54,13 +57,21 @@ class MainRankError(RuntimeError):
 
 @contextmanager
 def process_group(
-    ranks: Ranks, backend: str = "auto", timeout_s: float = 120, debug: bool = False, devices_per_rank: int = 1
+    ranks: Ranks,
+    backend: str = "auto",
+    timeout_s: float = 120,
+    debug: bool = False,
+    hang_s: float = 0,
+    lost_s: float = 0,
+    devices_per_rank: int = 1,
 ) -> Iterator[Group]:
     """Open the default process group, and close it when the block has succeeded.
 
     `backend` is "auto", "gloo" or "nccl"; the ranks agree on one, and where it can't be had end with status 4. With
     "auto", one rank that no launcher started and that has no GPU opens no socket (core/alone.py). Tensors on the CPU
     can always be used in collectives. A collective that takes longer than `timeout_s` seconds is an error.
+    When no rank has moved for `hang_s` seconds, or one has been silent for `lost_s`, the run ends, and says which (0:
+    not looked for; in a world of one neither, so that a breakpoint is no hang).
     With `devices_per_rank` k, local rank r has the GPUs k*r to k*r + k-1, and k GPUs a rank are needed.
 
     The block must not keep a DDP model alive (call a function that owns it): see _close. On an error the group is left
@@ -69,7 +80,8 @@ def process_group(
     """
     _freeze_imports()
     timeout = timedelta(seconds=timeout_s)
-    restore = _more_checks() if debug else ExitStack()
+    models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    restore = more_checks(models, gather) if debug else ExitStack()
     store = _open_store(ranks, timeout)
     gpus = torch.cuda.device_count()
     name, why = _agree(store, ranks, *choose_backend(backend, ranks, gpus, devices_per_rank))
@@ -88,19 +100,22 @@ def process_group(
             # nccl then refuses tensors on any other GPU, so it is not said where a rank has several.
             device_id=device if device.type == "cuda" and devices_per_rank == 1 else None,
         )
-    models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-    hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models))
+    witness = Witness(ranks, store, hang_s, lost_s)
+    hook = register_module_module_registration_hook(lambda owner, *_: _remember(owner, models, witness))
     try:
-        yield Group(ranks, name, why, device)
+        yield Group(ranks, name, why, device, witness.progress)
     except BaseException as error:
+        witness.failed(error, models)
         if ranks.world_size == 1:
             _close(models)
         if isinstance(error, Refusal):
             refuse(error.status, str(error), speaks=ranks.rank == 0)
         raise
     else:
+        witness.through()
         _close(models)
     finally:
+        witness.close()
         hook.remove()
         restore.close()
 
@@ -113,29 +128,6 @@ def _freeze_imports() -> None:
     """
     importlib.import_module("torch._dynamo")  # DDP's constructor would
     gc.freeze()
-
-
-def _more_checks() -> ExitStack:
-    """Debug mode, from before the group is opened until the stack that is returned is closed."""
-    restore = ExitStack()
-    restore.callback(dist.set_debug_level, dist.get_debug_level())
-    restore.callback(torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled())
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # every collective is compared over the ranks before it runs
-    torch.autograd.set_detect_anomaly(True)  # a NaN gradient names the forward operation that it comes from
-    faulthandler.enable()
-    restore.enter_context(patch.object(dist, "Logger", _QuietLogger))
-    return restore
-
-
-class _QuietLogger(dist.Logger):
-    """DDP's logger, less what crashes in debug mode.
-
-    With DETAIL, torch wraps the backend, and DDP's constructor takes the wrapper for a ProcessGroupGloo: a segmentation
-    fault in c10d::Logger::set_env_variables (torch 2.13; not 2.6). See it: TORCH_DISTRIBUTED_DEBUG=DETAIL, gloo, DDP.
-    """
-
-    def set_construction_data_and_log(self, *_: Any) -> None:
-        """Facts for a log line; nothing else needs them."""
 
 
 def choose_backend(wanted: str, ranks: Ranks, gpus: int, devices_per_rank: int = 1) -> Tuple[str, str]:
@@ -209,9 +201,10 @@ def _on_loopback_if_alone(ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def _remember(owner: torch.nn.Module, models: "weakref.WeakSet[torch.nn.Module]") -> None:
-    if isinstance(owner, DistributedDataParallel):  # the hook runs when DDP takes the model as its submodule
-        models.add(owner)
+def _remember(owner: torch.nn.Module, models: "weakref.WeakSet[torch.nn.Module]", witness: Witness) -> None:
+    if isinstance(owner, DistributedDataParallel) and owner not in models:
+        models.add(owner)  # the hook runs when DDP takes the model as its submodule
+        witness.progress.see(owner)
 
 
 def _close(models: "weakref.WeakSet[torch.nn.Module]") -> None:
@@ -263,6 +256,22 @@ def total(value: float) -> float:
     _kept.append([tensor])
     dist.all_reduce(tensor)
     return tensor.item()
+
+
+def start_max(value: float) -> Callable[[], float]:
+    """Begin to find the largest of the numbers that the ranks have; the function that is returned waits for it.
+
+    Collective. It may be called some steps later: the answer comes while other work is done.
+    """
+    tensor = torch.tensor(value, dtype=torch.float64)
+    _kept.append([tensor])
+    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+
+    def result() -> float:
+        work.wait()
+        return tensor.item()
+
+    return result
 
 
 def average(value: float) -> float:

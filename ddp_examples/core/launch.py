@@ -11,14 +11,16 @@ from ddp_examples.core.job import Job, seconds
 from ddp_examples.core.ranks import loopback_interface
 from ddp_examples.core.site import Site
 
-USAGE = """launch/local.sh [-n RANKS] [--dry-run] [group=choice | key=value ...]
-launch/slurm.sh, launch/frontera.sh [-N NODES] [-n RANKS] [-p QUEUE] [-t HH:MM:SS] [-A ACCOUNT] [--wait] [--dry-run]
-                                    [site=NAME] [group=choice | key=value ...]
+USAGE = """launch/local.sh [-n RANKS] [--max-restarts N] [--dry-run] [group=choice | key=value ...]
+launch/slurm.sh, launch/frontera.sh [-N NODES] [-n RANKS] [-p QUEUE] [-t HH:MM:SS] [-A ACCOUNT] [--max-restarts N]
+                                    [--wait] [--dry-run] [site=NAME] [group=choice | key=value ...]
   -N NODES: default 1, in a job all of it     -n RANKS of a node: default its GPUs, else 4
+  --max-restarts N: after a failure start all ranks again, at most N times; a demo that saves goes on from there
   --wait: follow the job, end as it ends      --dry-run: print what would be run, run nothing
   launch/slurm.sh --setup, launch/frontera.sh --setup: make the Python environment of the site, once
 """
 DEFAULT_RANKS = 4  # of a node without GPUs
+SUCCESSOR = "DDP_EXAMPLES_SUCCESSOR"  # environment variable of a job
 
 
 def parse_arguments(argv: Sequence[str]) -> Tuple[argparse.Namespace, List[str]]:
@@ -29,6 +31,7 @@ def parse_arguments(argv: Sequence[str]) -> Tuple[argparse.Namespace, List[str]]
     parser.add_argument("-p", "--queue")
     parser.add_argument("-t", "--time")
     parser.add_argument("-A", "--account")
+    parser.add_argument("--max-restarts", type=positive)
     parser.add_argument("--logs")  # set by the launcher for the process of a node
     parser.add_argument("--requeue", action="store_true")  # set in the batch script
     parser.add_argument("--wait", action="store_true")
@@ -73,23 +76,37 @@ def rank_environment(
     without it on the address of the host name, which others can reach.
     """
     added = {"OMP_NUM_THREADS": str(max(1, cpus // ranks)), **(site.environment if site else {})}
+    if nodes > 1:  # restarted ranks then don't meet in the store of the attempt before (pytorch#135712)
+        added["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     interface = loopback_interface() if nodes == 1 else site.interface if site else ""
     if interface:
         added.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
     return {name: value for name, value in added.items() if name not in env}
 
 
-def torchrun_arguments(ranks: int, module: str, settings: Sequence[str]) -> List[str]:
+def torchrun_arguments(ranks: int, module: str, settings: Sequence[str], restarts: int = 0) -> List[str]:
     """Arguments of torch.distributed.run for `ranks` ranks of `module` on this machine.
 
     --standalone takes a free port, so that two runs at once don't collide. --local-addr: without it torchrun waits for
     ever where the machine's own name does not resolve (pytorch#150532).
     """
-    return ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", "--module", module, *settings]
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *_restarts(restarts)]
+    return [*options, "--module", module, *settings]
+
+
+def _restarts(restarts: int) -> List[str]:
+    return [f"--max-restarts={restarts}"] if restarts else []
 
 
 def node_torchrun_arguments(
-    site: Site, job: Job, number: int, address: str, ranks: int, module: str, settings: Sequence[str]
+    site: Site,
+    job: Job,
+    number: int,
+    address: str,
+    ranks: int,
+    module: str,
+    settings: Sequence[str],
+    restarts: int = 0,
 ) -> List[str]:
     """Arguments of torch.distributed.run on node `number` of a job of several nodes; `address`: its own.
 
@@ -106,6 +123,7 @@ def node_torchrun_arguments(
         f"--rdzv-conf=is_host={is_host},join_timeout={site.startup_timeout_s:.0f}",
         f"--local-addr={address}",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
+        *_restarts(restarts),
         "--module",
         module,
         *settings,
@@ -149,9 +167,13 @@ def sbatch_command(
     ]
 
 
-def batch_script(launcher: str, python: str, arguments: Sequence[str]) -> str:
-    """The launcher again, in the job; `python` is the interpreter that it was called with."""
-    return f"#!/bin/bash\nPYTHON={shlex.quote(python)} exec {shlex.join([launcher, *arguments])}\n"
+def batch_script(launcher: str, python: str, arguments: Sequence[str], successor: Sequence[str] = ()) -> str:
+    """The launcher again, in the job; `python` is the interpreter that it was called with.
+
+    `successor`: the sbatch command for a job that goes on where this one stops, if the job itself can't be requeued.
+    """
+    chain = f"export {SUCCESSOR}={shlex.quote(shlex.join(successor))}\n" if successor else ""
+    return f"#!/bin/bash\n{chain}PYTHON={shlex.quote(python)} exec {shlex.join([launcher, *arguments])}\n"
 
 
 def start_command(site: Site, nodes: int, node_arguments: Sequence[str]) -> List[str]:
@@ -159,9 +181,11 @@ def start_command(site: Site, nodes: int, node_arguments: Sequence[str]) -> List
     return [*shlex.split(site.start.format(nodes=nodes)), *node_arguments]
 
 
-def node_arguments(python: str, site: str, nodes: int, ranks: int, logs: str, settings: Iterable[str]) -> List[str]:
+def node_arguments(
+    python: str, site: str, nodes: int, ranks: int, logs: str, settings: Iterable[str], restarts: int = 0
+) -> List[str]:
     """The process of a node. One absolute interpreter: on another node PATH may find another one."""
-    options = [f"--nodes={nodes}", f"--ranks={ranks}", f"--logs={logs}", f"site={site}"]
+    options = [f"--nodes={nodes}", f"--ranks={ranks}", *_restarts(restarts), f"--logs={logs}", f"site={site}"]
     return [python, "-m", "ddp_examples.core.node", *options, *settings]
 
 
@@ -183,16 +207,24 @@ def plan_of_submission(sbatch: Sequence[str], script: str) -> str:
 
 
 def plan_in_job(
-    site: Site, name: str, job: Job, python: str, ranks: int, logs: str, module: str, settings: Sequence[str]
+    site: Site,
+    name: str,
+    job: Job,
+    python: str,
+    ranks: int,
+    logs: str,
+    module: str,
+    settings: Sequence[str],
+    restarts: int = 0,
 ) -> str:
     """What --dry-run prints of a start in a job."""
     nodes = len(job.nodes)
-    command = start_command(site, nodes, node_arguments(python, name, nodes, ranks, logs, settings))
+    command = start_command(site, nodes, node_arguments(python, name, nodes, ranks, logs, settings, restarts))
     module, arguments = logged(module, settings, logs)
     if nodes == 1:
-        torchrun, which = torchrun_arguments(ranks, module, arguments), "the node"
+        torchrun, which = torchrun_arguments(ranks, module, arguments, restarts), "the node"
     else:
-        torchrun = node_torchrun_arguments(site, job, 0, "<its address>", ranks, module, arguments)
+        torchrun = node_torchrun_arguments(site, job, 0, "<its address>", ranks, module, arguments, restarts)
         which = f"node 0 of {nodes}, after its checks (on the others is_host=0)"
     run = shlex.join([python, "-m", "torch.distributed.run", *torchrun])
     stands = " (0 stands for its number)" * (job.id == "0")

@@ -5,6 +5,11 @@ python -m ddp_examples.core.node [-n RANKS] [--dry-run] [group=choice | key=valu
 launch/local.sh starts it on this machine; launch/slurm.sh on each node of a job, with site=NAME, -N and --logs.
 """
 
+from ddp_examples.core.orphans import leave_on_signals
+
+if __name__ == "__main__":
+    leave_on_signals()  # now: the imports below take 0.3 s, and Ctrl-C in them would be a traceback
+
 import argparse
 import gc
 import os
@@ -17,6 +22,7 @@ from typing import List, NoReturn
 
 from ddp_examples.core.config import Config, ConfigError
 from ddp_examples.core.exits import Exit, refuse, say
+from ddp_examples.core.failure import RUN
 from ddp_examples.core.forkserver import can_fork, start_server
 from ddp_examples.core.hello import UnfitError, meet
 from ddp_examples.core.job import Job, first_nodes, read_job, task
@@ -53,7 +59,7 @@ def on_this_machine(options: argparse.Namespace, settings: List[str]) -> int:
     if (options.nodes or 1) > 1 or any(of_a_job):
         refuse(Exit.USAGE, "launch/local.sh starts ranks on this machine. On the nodes of a job: launch/slurm.sh -N 2")
     ranks = options.ranks or gpus_here(os.environ) or DEFAULT_RANKS
-    arguments = torchrun_arguments(ranks, module_of(runs), settings)
+    arguments = torchrun_arguments(ranks, module_of(runs), settings, options.max_restarts or 0)
     added = rank_environment(ranks, os.environ, allowed_cpus())
     if options.dry_run:
         command = ["env", *(f"{name}={value}" for name, value in added.items())] if added else []
@@ -94,6 +100,7 @@ def on_node(options: argparse.Namespace, settings: List[str]) -> int:
         refuse(Exit.USAGE, too_many_tasks(tasks, len(job.nodes), options.ranks), speaks=number == 0)
     runs = planned_runs(settings, Ranks(rank=number))
     os.environ.update(rank_environment(options.ranks, os.environ, allowed_cpus(), site, len(job.nodes)))
+    os.environ[RUN] = options.logs  # where the ranks leave what the launcher makes its verdict of
     fork = start_server_for(runs[0].config, options.ranks)  # it imports torch while the nodes meet
     try:
         arguments = _checked_arguments(options, runs, settings, site, job, number)
@@ -108,13 +115,14 @@ def _checked_arguments(
     """torchrun's arguments on this node, after its checks. Raises UnfitError."""
     fault = gpu_fault(runs[0].config.backend.name, options.ranks, gpus_here(os.environ))
     module, arguments = logged(module_of(runs), settings, options.logs)
+    restarts = options.max_restarts or 0
     if len(job.nodes) == 1:
         if fault:
             raise UnfitError(fault)
-        return torchrun_arguments(options.ranks, module, arguments)
+        return torchrun_arguments(options.ranks, module, arguments, restarts)
     me = describe(job, number, fault or own_name_fault(site.interface))
     address = meet(job, me, site.startup_timeout_s)
-    planned = node_torchrun_arguments(site, job, number, address, options.ranks, module, arguments)
+    planned = node_torchrun_arguments(site, job, number, address, options.ranks, module, arguments, restarts)
     known, lacking = known_to(_torchrun_source(), planned)
     if lacking and number == 0:
         say(f"torch {me.torch} has no {', '.join(lacking)}: left out")

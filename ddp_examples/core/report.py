@@ -8,12 +8,13 @@ import os
 import platform
 import re
 import shlex
+import statistics
 import sys
 import time
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -60,6 +61,10 @@ def finish(group: Group, config: Config, checks: Sequence[Check], metrics: Mappi
             "seconds": round(time.time() - group.started, 3),
         }
     )
+    waited_for = straggler(gather([group.progress.own_s, group.progress.own_steps, time.time() - group.started]))
+    if waited_for:
+        show(group, slow_line(*waited_for, ranks))
+        metrics = {**metrics, "straggler_rank": waited_for[0], "straggler_factor": waited_for[1] / waited_for[2]}
     rows: List[Row] = [dataclasses.asdict(check) for check in checks]
     ok = bool(checks) and all(check.passed for check in checks)
     seconds = max(row["seconds"] for row in ranks)
@@ -86,6 +91,30 @@ def finish(group: Group, config: Config, checks: Sequence[Check], metrics: Mappi
     if unwritten and group.is_main:
         say(unwritten)
     return Exit.CHECK_FAILED if not ok else Exit.ERROR if unwritten else Exit.OK
+
+
+def straggler(own: Sequence[Sequence[float]]) -> Optional[Tuple[int, float, float]]:
+    """(rank, its own seconds a step, those of the others) of the rank that all wait for, if there is one.
+
+    `own`: of each rank seconds of its own, in how many steps, and seconds that its run took. Own is the time from the
+    end of a step to the end of the next forward pass, so a slow backward pass is not seen. A straggler takes twice as
+    long as the median of the others, and so spends a fifth of the run: on a busy machine single steps differ more.
+    """
+    each = [seconds / max(steps, 1) for seconds, steps, _ in own]
+    rank = max(range(len(each)), key=each.__getitem__)
+    others = [each[other] for other in range(len(each)) if other != rank]
+    if not others:
+        return None
+    usual = max(statistics.median(others), 1e-6)
+    lost = (each[rank] - usual) * own[rank][1]
+    return (rank, each[rank], usual) if each[rank] > 2 * usual and lost > 0.2 * own[rank][2] else None
+
+
+def slow_line(rank: int, seconds: float, usual: float, rows: Sequence[Row]) -> str:
+    return (
+        f"rank {rank} on {rows[rank]['host']} is slow: {1e3 * seconds:.0f} ms a step of its own (data, forward pass), "
+        f"the others {1e3 * usual:.1f} ms: {seconds / usual:.0f} times. They wait for it"
+    )
 
 
 def print_tables(report: Mapping[str, Any]) -> None:

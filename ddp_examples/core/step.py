@@ -10,27 +10,34 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import List, Optional, Set
+from typing import Callable, List, Optional, Set
 
 from ddp_examples.core.exits import Exit, say
 from ddp_examples.core.job import Job, ask
 from ddp_examples.core.orphans import die_with_parent
+from ddp_examples.core.verdict import clear
 
 GRACE_S = 10.0  # from the first node that has ended badly until the others are told to end; srun does that by itself
+TELL_S = 2.0  # from then until its cause is told
 KILL_S = 35.0  # from then until they are killed: torchrun gives its ranks 30 s
 NOISE = re.compile(r"(srun|slurmstepd|slurmstepd-[^:]*|slurmd|slurmd-[^:]*): ")  # how the others ended, line by line
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def run_step(command: List[str], logs: Path, job: Job) -> int:
-    """Returns the status of the rank that caused the end; says what is wrong if no node could say so itself."""
+def run_step(command: List[str], logs: Path, job: Job, tell: Callable[[], None] = lambda: None) -> int:
+    """Returns the status of the rank that caused the end; says what is wrong if no node could say so itself.
+
+    `tell` is called when the run has failed, as soon as all nodes can have left what they know of it: the end itself
+    can take a minute, where a node does not answer.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.glob("*.status"):  # of an earlier run in this job
         old.unlink()
+    clear(logs)
     step = _Step(command, logs, job)
     for number in SIGNALS:
         signal.signal(number, step.on_signal)
-    status = step.wait()
+    status = step.wait(tell)
     words = sorted((int(file.read_text() or 1) for file in logs.glob("*.status")), key=_cause_first)
     if status and step.signalled:
         if not step.told_by_nodes:
@@ -105,9 +112,9 @@ class _Step:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def wait(self) -> int:
+    def wait(self, tell: Callable[[], None]) -> int:
         """The exit status. A node that has ended badly takes the others with it, after GRACE_S."""
-        failed = 0.0
+        failed, told = 0.0, False
         while True:
             try:
                 status = self.process.wait(0.2)
@@ -115,11 +122,16 @@ class _Step:
             except subprocess.TimeoutExpired:
                 now = time.monotonic()
             failed = failed or (now if any(self.logs.glob("*.status")) else 0)
+            if failed and not told and now > failed + TELL_S and not self.signalled:
+                tell()
+                told = True
             if failed and not self.told and now > failed + GRACE_S:
                 self.end()
             if self.told and now > self.told + KILL_S:
                 self.send(signal.SIGTERM)
         self.reader.join(5)
+        if status and not told and not self.signalled:
+            tell()
         if self.process.stderr and not self.reader.is_alive():
             self.process.stderr.close()
         return status if status >= 0 else 128 - status

@@ -5,6 +5,7 @@ python -m ddp_examples.core.submit LAUNCHER [-N NODES] [-n RANKS] ... site=NAME 
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from ddp_examples.core.ranks import Ranks
 from ddp_examples.core.runs import Run, module_of, planned_runs
 from ddp_examples.core.site import Site, load_site
 from ddp_examples.core.step import run_step
+from ddp_examples.core.verdict import conclude, read_deaths
 
 
 def main(argv: List[str]) -> int:
@@ -38,7 +40,10 @@ def main(argv: List[str]) -> int:
         if job and tasks > 1:
             raise ValueError(launch.too_many_tasks(tasks, len(job.nodes), options.ranks))
         if job:
-            return start(site, first_nodes(job, options.nodes), options, runs, settings)
+            status = start(site, first_nodes(job, options.nodes), options, runs, settings)
+            if status == Exit.LATER:
+                go_on_later(job, options, [launcher, *rest])
+            return status
         return submit(site, launcher, options, runs, settings)
     except (ConfigError, ValueError) as error:
         refuse(Exit.USAGE, str(error), speaks=me.rank == 0)
@@ -48,13 +53,17 @@ def start(site: Site, job: Job, options: argparse.Namespace, runs: List[Run], se
     """In a job: start the ranks on its nodes."""
     table = site.queues[job.queue].gpus if job.queue in site.queues else 0
     ranks = options.ranks or launch.gpus_here(os.environ) or max(table, 0) or launch.DEFAULT_RANKS
-    logs = site.runs_folder() / job.id
+    logs, restarts = site.runs_folder() / job.id, options.max_restarts or 0
     if options.dry_run:
-        print(launch.plan_in_job(site, options.site, job, sys.executable, ranks, str(logs), module_of(runs), settings))
+        print(
+            launch.plan_in_job(
+                site, options.site, job, sys.executable, ranks, str(logs), module_of(runs), settings, restarts
+            )
+        )
         return Exit.OK
     if options.queue or options.time or options.account:
         say(f"this is job {job.id} already, so -p, -t and -A have no effect")
-    process = launch.node_arguments(sys.executable, options.site, len(job.nodes), ranks, str(logs), settings)
+    process = launch.node_arguments(sys.executable, options.site, len(job.nodes), ranks, str(logs), settings, restarts)
     command = launch.start_command(site, len(job.nodes), process)
     if not shutil.which(command[0]):
         refuse(
@@ -64,11 +73,36 @@ def start(site: Site, job: Job, options: argparse.Namespace, runs: List[Run], se
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     if cpus:  # since 22.05 srun does not take it from sbatch, and all ranks of a node would share one core
         os.environ.setdefault("SRUN_CPUS_PER_TASK", cpus)
-    status = run_step(command, logs, job)
-    if status == Exit.LATER and options.requeue:
+
+    def tell() -> None:
+        verdict = conclude(logs, read_deaths(logs), ranks * len(job.nodes))
+        if verdict.lines:
+            say("\n".join(verdict.lines))
+
+    return run_step(command, logs, job, tell)
+
+
+def go_on_later(job: Job, options: argparse.Namespace, command: List[str]) -> None:
+    """The ranks have stopped on request, and saved: put the job into the queue again, or a successor behind it.
+
+    Each start makes some steps, so this ends; --max-restarts ends it sooner.
+    """
+    successor = shlex.split(os.environ.get(launch.SUCCESSOR, ""))
+    made = len([option for option in successor if option.startswith("--dependency=")]) + job.restarts
+    if not options.requeue and not successor:
+        return  # not from sbatch
+    if options.max_restarts and made >= options.max_restarts:
+        say(f"job {job.id} was started again {made} times (--max-restarts), and is not again; by hand it goes on")
+    elif options.requeue:
         done = ask("scontrol", "requeue", job.id) is not None
         say(f"job {job.id} " + ("is in the queue again, and goes on there" if done else "could not be queued again"))
-    return status
+    else:
+        successor = [option.replace("%j", job.id) for option in successor]  # one log for all
+        successor.append(f"--dependency=afterany:{job.id}")
+        script = launch.batch_script(command[0], sys.executable, command[1:], successor)
+        given = subprocess.run(successor, input=script, capture_output=True, text=True)
+        number = job_number(given.stdout)
+        say(f"job {number} goes on when this one has ended" if number else f"no successor: {given.stderr.strip()}")
 
 
 def submit(site: Site, launcher: str, options: argparse.Namespace, runs: List[Run], settings: List[str]) -> int:
@@ -91,13 +125,19 @@ def submit(site: Site, launcher: str, options: argparse.Namespace, runs: List[Ru
     command = launch.sbatch_command(
         site, f"ddp-{name}", nodes, queue, asked, time, options.account, str(folder / "%j.log")
     )
-    arguments = [f"-N{nodes}", f"-n{ranks}", *["--requeue"] * site.requeue, f"site={options.site}", *settings]
-    script = launch.batch_script(launcher, sys.executable, arguments)
+    restarts = options.max_restarts or 0
+    again = [f"--max-restarts={restarts}"] * bool(restarts)
+    arguments = [f"-N{nodes}", f"-n{ranks}", *again, *["--requeue"] * site.requeue, f"site={options.site}", *settings]
+    script = launch.batch_script(launcher, sys.executable, arguments, [] if site.requeue else command)
     if options.dry_run:
         some = launch.some_job(nodes)
         print(launch.plan_of_submission(command, script))
         logs = str(folder / some.id)
-        print(launch.plan_in_job(site, options.site, some, sys.executable, ranks, logs, module_of(runs), settings))
+        print(
+            launch.plan_in_job(
+                site, options.site, some, sys.executable, ranks, logs, module_of(runs), settings, restarts
+            )
+        )
         return Exit.OK
     folder.mkdir(parents=True, exist_ok=True)
     return _give_to_sbatch(command, script, folder, options.wait)

@@ -1,7 +1,8 @@
 """Proofs that a distributed run did what it should. Each returns a Check, the same on every rank, and is collective."""
 
-import ctypes
+import dataclasses
 import hashlib
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
@@ -10,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_examples.core.debug import digest
+from ddp_examples.core.exits import SPEAKER_FIRST_S, Exit
+from ddp_examples.core.failure import StartError
 from ddp_examples.core.group import all_gather, gather, total
 
 
@@ -30,6 +34,44 @@ def at_most(name: str, measured: float, allowed: float, detail: str = "") -> Che
     return Check(name, measured, allowed, passed, "" if passed else detail)
 
 
+def same_start(batches: int, model: nn.Module, config: Any) -> None:
+    """Before the loop, and before DDP: all ranks have as many batches, the same parameters, the same settings.
+
+    `config` is a dataclass. Collective. A rank that was given something else than most raises StartError; the others
+    wait until they are ended. Of two halves it is the one with more batches, which would wait for ever in the last one,
+    or the one without rank 0.
+    """
+    facts: Dict[str, Any] = {"batches a rank": batches}
+    facts.update((name, f"{str(p.dtype)[6:]} {list(p.shape)}") for name, p in model.named_parameters())
+    facts.update(_flat(dataclasses.asdict(config)))
+    if len(set(gather(hashlib.sha256(repr(facts).encode()).hexdigest()))) == 1:
+        return
+    everyones: List[Dict[str, Any]] = gather(facts)
+    name = next(name for theirs in everyones for name in theirs if len({str(o.get(name)) for o in everyones}) > 1)
+    values = [theirs.get(name) for theirs in everyones]
+    usual = _usual(values)
+    rank = dist.get_rank()
+    if values[rank] == usual:
+        time.sleep(SPEAKER_FIRST_S)
+        raise SystemExit(int(Exit.ERROR))
+    raise StartError(name, values[rank], usual)
+
+
+def _usual(values: Sequence[Any]) -> Any:
+    """The value of most; of two halves the smaller number, else rank 0's."""
+    value, times = Counter(values).most_common(1)[0]
+    if 2 * times > len(values):
+        return value
+    return min(values) if all(isinstance(value, int) for value in values) else values[0]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
+    flat: Dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: str(value)})
+    return flat
+
+
 def replicas_identical(model: nn.Module) -> Check:
     """Parameters and buffers are the same on all ranks, to the last bit. Measured: ranks unlike the majority."""
     odd: Dict[int, str] = {}
@@ -45,13 +87,6 @@ def replicas_identical(model: nn.Module) -> Check:
                     odd.setdefault(rank, name)
     detail = "; ".join(f"rank {rank} differs first in {name}" for rank, name in sorted(odd.items()))
     return at_most("replicas identical (ranks that differ)", len(odd), 0, detail)
-
-
-def digest(tensor: Tensor) -> str:
-    """SHA-256 of the tensor's bytes: NaN equals NaN, and -0.0 is not 0.0. Through ctypes, for numpy may be absent."""
-    flat = tensor.detach().cpu().contiguous()
-    size = flat.numel() * flat.element_size()
-    return hashlib.sha256((ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"").hexdigest()
 
 
 def fingerprint(value: Any) -> str:

@@ -1,0 +1,104 @@
+"""What the watch costs: `python tests/bench_watch.py [RANKS]`: steps per second with it and without, 7 pairs.
+
+The steps are those of basic. A pair is two blocks of steps, one after the other in the same ranks, the order changing
+from pair to pair: so what else the machine does meets both alike. Without: bare torch, no hook, no thread. Also the
+time to judge 4,096 ranks, a note in the trail, a look of the thread at a stack.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torchrun import forked
+
+from ddp_examples.basic import build_model, loss_of
+from ddp_examples.core.judge import Beat, judge
+from ddp_examples.core.ranks import read_ranks
+from ddp_examples.core.trail import Entry, Trail
+from ddp_examples.core.watch import look
+from ddp_examples.core.witness import Witness
+
+STEPS = 600  # a block
+PAIRS = 7
+
+
+def steps_per_second(ddp: torch.nn.Module) -> float:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    x, y = torch.rand(32, 64), torch.randint(10, (32,))
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(ddp, x, y)
+        loss.backward()
+        loss.item()
+        optimizer.step()
+    return STEPS / (time.perf_counter() - begin)
+
+
+def with_watch(store: dist.Store, pair: int) -> float:
+    witness = Witness(read_ranks(os.environ), dist.PrefixStore(f"pair {pair}", store), hang_s=60, lost_s=30)
+    ddp = DistributedDataParallel(build_model())
+    witness.progress.see(ddp)
+    rate = steps_per_second(ddp)
+    witness.through()
+    witness.close()
+    return rate
+
+
+def measure() -> None:
+    """What a rank does."""
+    ranks = read_ranks(os.environ)
+    store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.world_size)))[0]
+    dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
+    bare = DistributedDataParallel(build_model())
+    steps_per_second(bare)
+    ratios = []
+    for pair in range(PAIRS):
+        if pair % 2:
+            on, off = with_watch(store, pair), steps_per_second(bare)
+        else:
+            off, on = steps_per_second(bare), with_watch(store, pair)
+        ratios.append(on / off)
+        if ranks.rank == 0:
+            print(f"{on:7.1f} steps/s with the watch, {off:7.1f} without: {on / off:.3f}", flush=True)
+    if ranks.rank == 0:
+        print(f"{ranks.world_size} ranks, median of {PAIRS} pairs: {statistics.median(ratios):.3f}", flush=True)
+    os._exit(0)  # models that outlive their group: see core/group.py
+
+
+def best_of(times: int, work: Callable[[], object]) -> float:
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def main() -> None:
+    tail = [Entry(n, 5, "forward pass", "train.py:9 in train") for n in range(24)]
+    beats = [Beat(r, r % 4, f"c{r // 4}", r, 5, 7, True, "train.py:9 in train", tail=tail) for r in range(4096)]
+    print(f"judge 4,096 ranks that all wait: {best_of(5, lambda: judge(beats, 5, 30)):.3f} s")
+    with tempfile.TemporaryDirectory() as folder:
+        trail = Trail(Path(folder) / "trail")
+        print(
+            f"a note in the trail: {1e6 * best_of(2000, lambda: trail.note('all_reduce float32 [4]', 'a.py:9')):.1f} us"
+        )
+    print(f"a look at a stack: {1e6 * best_of(2000, lambda: look(sys._getframe())):.1f} us", flush=True)
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    print(forked(ranks, "bench_watch", timeout_s=600).output)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        measure()
+    else:
+        main()
