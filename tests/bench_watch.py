@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrun import forked
 
 from ddp_examples.basic import build_model, loss_of
+from ddp_examples.core.frames import look
 from ddp_examples.core.judge import Beat, judge
 from ddp_examples.core.ranks import read_ranks
 from ddp_examples.core.trail import Entry, Trail
-from ddp_examples.core.watch import look
 from ddp_examples.core.witness import Witness
 
 STEPS = 600  # a block

@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_examples.core.deaths import process_state
 from ddp_examples.core.failure import StartError
+from ddp_examples.core.frames import at_debugger, look
 from ddp_examples.core.group import Group, process_group
 from ddp_examples.core.judge import Beat, Stall, judge, odd_one
 from ddp_examples.core.progress import Progress
 from ddp_examples.core.ranks import Ranks
 from ddp_examples.core.report import straggler
 from ddp_examples.core.trail import NO_GRADIENT, Entry, Trail
-from ddp_examples.core.watch import Watch, at_debugger, look, process_state
+from ddp_examples.core.watch import Watch
 
 
 def tail(*calls: str, first: int = 1, step: int = 5) -> List[Entry]:
