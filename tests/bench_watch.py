@@ -2,16 +2,19 @@
 
 The steps are those of basic. A pair is two blocks of steps, one after the other in the same ranks, the order changing
 from pair to pair: so what else the machine does meets both alike. Without: bare torch, no hook, no thread. Also the
-time to judge 4,096 ranks, a note in the trail, a look of the thread at a stack.
+time to judge 4,096 ranks, alone and with their beats read from a store, a note in the trail, a look of the thread at a stack.
 """
 
+import json
 import os
+import socket
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Callable
+from typing import Callable, List
 
 import torch
 import torch.distributed as dist
@@ -21,8 +24,10 @@ from torchrun import forked
 from ddp_examples.basic import build_model, loss_of
 from ddp_examples.core.frames import look
 from ddp_examples.core.judge import Beat, judge
-from ddp_examples.core.ranks import read_ranks
+from ddp_examples.core.progress import Progress
+from ddp_examples.core.ranks import Ranks, read_ranks
 from ddp_examples.core.trail import Entry, Trail
+from ddp_examples.core.watch import Watch
 from ddp_examples.core.witness import Witness
 
 STEPS = 600  # a block
@@ -83,10 +88,23 @@ def best_of(times: int, work: Callable[[], object]) -> float:
     return min(found)
 
 
+def reader_of(beats: List[Beat]) -> Callable[[], object]:
+    """What rank 0 does at each look: fetch all beats, of ranks that tell their trail too, and judge."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    for beat in beats:
+        store.set(f"{beat.rank}", json.dumps({"tick": 1, **asdict(beat)}))
+    watch = Watch(Ranks(0, 0, len(beats), 4, True), Progress(Trail()), None, "bench", 5, 30)
+    watch._store = store
+    return lambda: watch._judged(store)
+
+
 def main() -> None:
     tail = [Entry(n, 5, "forward pass", "train.py:9 in train") for n in range(24)]
     beats = [Beat(r, r % 4, f"c{r // 4}", r, 5, 7, True, "train.py:9 in train", tail=tail) for r in range(4096)]
     print(f"judge 4,096 ranks that all wait: {best_of(5, lambda: judge(beats, 5, 30)):.3f} s")
+    print(f"a check of 4,096 ranks, read from a store: {best_of(5, reader_of(beats)):.3f} s")
     with tempfile.TemporaryDirectory() as folder:
         trail = Trail(Path(folder) / "trail")
         print(

@@ -7,7 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, List
+from typing import Any, Iterator, List
 
 import pytest
 
@@ -16,7 +16,8 @@ from ddp_examples.core.exits import Refusal
 from ddp_examples.core.failure import Failure, StartError, failure_of, kind_of
 from ddp_examples.core.frames import is_users, short
 from ddp_examples.core.judge import Stall
-from ddp_examples.core.records import conclude, leave_failure, read_failures
+from ddp_examples.core.last_words import leave_record
+from ddp_examples.core.records import RUN, conclude, leave_failure, read_failures
 from ddp_examples.core.trail import NO_GRADIENT, Entry, Trail, read_trail, read_trails
 from ddp_examples.core.verdict import Trails, Verdict, decide
 
@@ -83,6 +84,14 @@ def test_the_frame_is_the_users_own_not_the_librarys() -> None:
     )
     assert (failure.rank, failure.local_rank, failure.step, failure.kind) == (3, 1, 6, "raise")
     assert failure.error.startswith("JSONDecodeError: Expecting property name")
+
+
+def test_a_path_is_as_long_as_it_is_where_the_folder_of_the_start_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    assert short("/x/train.py") == "/x/train.py"
 
 
 def test_what_counts_as_the_users_code() -> None:
@@ -330,6 +339,42 @@ def test_what_a_kill_was_for(tmp_path: Path) -> None:
     lines = conclude(tmp_path, [replace(death(1, -9), why="out of memory")], 2).lines
     assert "  out of memory" in lines
     assert "  out of memory" not in conclude(tmp_path, [death(1, -11)], 2).lines
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(RUN, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def end_by(error: BaseException, rank: int, folder: Path) -> None:
+    caught = raised(error)
+    leave_record(caught, rank, rank, 5, "", folder)
+    sys.excepthook(type(caught), caught, caught.__traceback__)
+
+
+def test_without_a_launcher_one_rank_speaks_for_those_that_fail_alike(
+    no_launcher: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (2, 0, 1):
+        end_by(ValueError("boom"), rank, tmp_path)
+    said = capsys.readouterr().err
+    assert (said.count("Traceback"), said.count("rank 2 failed first, in step 5: ValueError: boom")) == (1, 1)
+    assert "Traceback" in (tmp_path / "rank-0.log").read_text()
+
+
+def test_without_a_launcher_those_that_followed_are_one_line(
+    no_launcher: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_failure(record(1), tmp_path)
+    for rank in (0, 2, 3):
+        end_by(RuntimeError(GLOO_ECHO), rank, tmp_path)
+    said = capsys.readouterr().err
+    assert said == "ddp-examples: rank 0 lost a peer: rank 1 on c1 failed first, ValueError: boom\n"
 
 
 def test_a_rank_that_was_killed_with_its_parent_is_named() -> None:

@@ -63,11 +63,10 @@ def _see_to_last_words(error: BaseException, failure: Failure, folder: Path) -> 
     sys.excepthook = at_exit
 
 
-def speak(folder: Path, line: str = "") -> None:
-    """Say `line`, or the verdict. One rank of each host does."""
+def speak(folder: Path) -> None:
+    """Say the verdict; one rank of each host does."""
     with suppress(OSError), (folder / "spoken").open("x"):
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        lines = [line] if line else conclude(folder, dead_peers(folder), world_size).lines
+        lines = conclude(folder, dead_peers(folder), int(os.environ.get("WORLD_SIZE", "1"))).lines
         if lines:
             say("\n".join(lines))
 
@@ -79,7 +78,8 @@ def _point_to_cause(echo: Failure, folder: Path) -> None:
     while not cause and not dead_peers(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
         cause = next(filter(is_own, read_failures(folder)), None)
-    words = (
-        f"rank {echo.rank} lost a peer: rank {cause.rank} on {cause.host} failed first, {cause.error}" if cause else ""
-    )
-    speak(folder, words)
+    if not cause:
+        speak(folder)
+        return
+    with suppress(OSError), (folder / "pointed").open("x"):
+        say(f"rank {echo.rank} lost a peer: rank {cause.rank} on {cause.host} failed first, {cause.error}")
