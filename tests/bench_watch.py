@@ -2,7 +2,7 @@
 
 The steps are those of basic. A pair is two blocks of steps, one after the other in the same ranks, the order changing
 from pair to pair: so what else the machine does meets both alike. Without: bare torch, no hook, no thread. Also the
-time to judge 4,096 ranks, alone and with their beats read from a store, a note in the trail, a look of the thread at a stack.
+time to judge 4,096 ranks, alone and with their beats read from a store; a note in the trail; a look at a stack.
 """
 
 import json
