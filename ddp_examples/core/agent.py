@@ -205,6 +205,7 @@ class NodeAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._died:
             self._wake()
+        _accept_os_exit(self._pcontext)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.FAILED:
             return result
@@ -235,6 +236,13 @@ def exit_code(context: Any, local_rank: int) -> Optional[int]:
     else:
         code = context.subprocess_handlers[local_rank].proc.poll()
     return code
+
+
+def _accept_os_exit(context: Any) -> None:
+    """A forked rank that ends by os._exit(0) leaves no return value, and torch (2.13) would wait for it for ever."""
+    for local_rank, process in enumerate(context._pc.processes if hasattr(context, "_pc") and context._pc else ()):
+        if process.exitcode == 0:
+            context._return_values.setdefault(local_rank, None)
 
 
 def _note_deaths(files: Dict[int, int], deaths: List[Tuple[int, int]]) -> None:

@@ -9,16 +9,14 @@ import mmap
 import os
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 NO_GRADIENT = ", no gradient for "  # in an entry: DDP still waits for these parameters
 HEAD, SLOT, SLOTS = 2048, 256, 64  # bytes, bytes, entries that are kept
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Something that all ranks do in the same order: a collective, a forward pass of DDP, an optimizer step."""
 
     number: int  # counts from 1

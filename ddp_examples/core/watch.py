@@ -180,7 +180,7 @@ class Watch:
             if self._seen.get(rank, ("", 0))[0] != text:
                 self._seen[rank] = text, now
             facts = json.loads(text)
-            facts.update(silent_s=now - self._seen[rank][1], tail=[Entry(**entry) for entry in facts["tail"]])
+            facts.update(silent_s=now - self._seen[rank][1], tail=[Entry(*entry) for entry in facts["tail"]])
             facts.pop("tick")
             beats.append(Beat(**facts))
         return beats
