@@ -1,4 +1,4 @@
-"""`failing KIND`: rank 1 breaks in the middle of a training loop, the others go on."""
+"""`failing KIND`: rank 1 breaks in the middle of a training loop, the others go on. os._exit: all end well by that."""
 
 import ctypes
 import os
@@ -41,3 +41,5 @@ def train(group: Group, kind: str) -> None:
 if __name__ == "__main__":
     with process_group(read_ranks(os.environ), "gloo", 60, lost_s=3) as opened:
         train(opened, sys.argv[1])
+        if sys.argv[1] == "os._exit":
+            os._exit(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Dict, List
 
 import pytest
-from torchrun import MARKER, ROOT, local, processes, run
+from torchrun import MARKER, ROOT, forked, local, processes, run
 
 
 @pytest.mark.parametrize(
@@ -19,13 +19,16 @@ from torchrun import MARKER, ROOT, local, processes, run
     [("raise", 1), ("exit 7", 7), ("exit 3", 3), ("kill", 137), ("abort", 134), ("leave", 1)],
 )
 def test_the_status_is_that_of_the_rank_that_failed_first(kind: str, status: int) -> None:
-    from torchrun import forked
-
     ended = forked(3, "failing", kind, timeout_s=60)
     assert ended.status == status, ended.output
     assert not ended.left
     if status not in (3,) and kind != "leave":
         assert "rank 1 failed first" in ended.err
+
+
+def test_ranks_that_end_by_os_exit_are_through() -> None:
+    ended = forked(2, "failing", "os._exit", timeout_s=40)
+    assert (ended.status, ended.left) == (0, []), ended.output
 
 
 def test_spawned_ranks_end_with_the_same_status() -> None:

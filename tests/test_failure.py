@@ -7,17 +7,19 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, List
+from typing import Any, Iterator, List
 
 import pytest
 
+from ddp_examples.core.deaths import Death, dead_peers, exit_code, memory_kills, why_killed
 from ddp_examples.core.exits import Refusal
-from ddp_examples.core.failure import Failure, StartError, failure_of, is_users, kind_of, read, short, write
+from ddp_examples.core.failure import Failure, StartError, failure_of, kind_of
+from ddp_examples.core.frames import is_users, short
 from ddp_examples.core.judge import Stall
-from ddp_examples.core.last_words import dead_peers, exit_code
-from ddp_examples.core.memory import kills, why_killed
+from ddp_examples.core.last_words import leave_record
+from ddp_examples.core.records import RUN, conclude, leave_failure, read_failures
 from ddp_examples.core.trail import NO_GRADIENT, Entry, Trail, read_trail, read_trails
-from ddp_examples.core.verdict import Death, Trails, Verdict, conclude, decide
+from ddp_examples.core.verdict import Trails, Verdict, decide
 
 GLOO_ECHO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:25752"
 GLOO_ABORT = "[enforce fail at pair.cc:456] 652 vs 4. Received data size doesn't match expected size."
@@ -84,6 +86,14 @@ def test_the_frame_is_the_users_own_not_the_librarys() -> None:
     assert failure.error.startswith("JSONDecodeError: Expecting property name")
 
 
+def test_a_path_is_as_long_as_it_is_where_the_folder_of_the_start_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    assert short("/x/train.py") == "/x/train.py"
+
+
 def test_what_counts_as_the_users_code() -> None:
     import torch
 
@@ -108,15 +118,15 @@ def test_ddp_tells_of_an_unused_parameter_one_step_late() -> None:
 
 def test_records_come_back_in_order_of_time(tmp_path: Path) -> None:
     late, early = record(0, time_ns=20), record(1, time_ns=10)
-    write(late, tmp_path)
-    write(early, tmp_path)
+    leave_failure(late, tmp_path)
+    leave_failure(early, tmp_path)
     (tmp_path / "rank-2.json").write_text("{")  # its rank was killed while it wrote, on a disk that does not rename
-    assert read(tmp_path) == [early, late]
+    assert read_failures(tmp_path) == [early, late]
 
 
 def test_a_record_that_cannot_be_written_is_no_second_failure(tmp_path: Path) -> None:
-    write(record(0), tmp_path / "absent")
-    assert read(tmp_path / "absent") == []
+    leave_failure(record(0), tmp_path / "absent")
+    assert read_failures(tmp_path / "absent") == []
 
 
 def record(rank: int, **given: Any) -> Failure:
@@ -232,7 +242,7 @@ def test_4096_ranks_at_100_places_are_10_lines() -> None:
 def test_conclude_leaves_the_verdict_and_tells_how_to_see_it_again(tmp_path: Path) -> None:
     from ddp_examples.core.watch import main
 
-    write(record(1), tmp_path)
+    leave_failure(record(1), tmp_path)
     found = conclude(tmp_path, [], 2)
     assert len(found.lines) <= 10
     assert found.lines[-1].endswith(f"core.watch {tmp_path}")
@@ -315,11 +325,11 @@ def test_a_peer_whose_process_is_dead_is_found(tmp_path: Path) -> None:
 def test_out_of_memory_kills_of_either_kind_of_cgroup(line: str, file: str, text: str, tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text(line + "\n")
-    assert kills(tmp_path, own) is None
+    assert memory_kills(tmp_path, own) is None
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(text)
-    assert kills(tmp_path, own) == 2
-    assert kills(tmp_path, tmp_path / "absent") is None
+    assert memory_kills(tmp_path, own) == 2
+    assert memory_kills(tmp_path, tmp_path / "absent") is None
 
 
 def test_what_a_kill_was_for(tmp_path: Path) -> None:
@@ -329,6 +339,42 @@ def test_what_a_kill_was_for(tmp_path: Path) -> None:
     lines = conclude(tmp_path, [replace(death(1, -9), why="out of memory")], 2).lines
     assert "  out of memory" in lines
     assert "  out of memory" not in conclude(tmp_path, [death(1, -11)], 2).lines
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(RUN, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def end_by(error: BaseException, rank: int, folder: Path) -> None:
+    caught = raised(error)
+    leave_record(caught, rank, rank, 5, "", folder)
+    sys.excepthook(type(caught), caught, caught.__traceback__)
+
+
+def test_without_a_launcher_one_rank_speaks_for_those_that_fail_alike(
+    no_launcher: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (2, 0, 1):
+        end_by(ValueError("boom"), rank, tmp_path)
+    said = capsys.readouterr().err
+    assert (said.count("Traceback"), said.count("rank 2 failed first, in step 5: ValueError: boom")) == (1, 1)
+    assert "Traceback" in (tmp_path / "rank-0.log").read_text()
+
+
+def test_without_a_launcher_those_that_followed_are_one_line(
+    no_launcher: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_failure(record(1), tmp_path)
+    for rank in (0, 2, 3):
+        end_by(RuntimeError(GLOO_ECHO), rank, tmp_path)
+    said = capsys.readouterr().err
+    assert said == "ddp-examples: rank 0 lost a peer: rank 1 on c1 failed first, ValueError: boom\n"
 
 
 def test_a_rank_that_was_killed_with_its_parent_is_named() -> None:

@@ -65,11 +65,12 @@ def test_a_run_that_succeeds_leaves_no_folder_and_names_the_straggler(tmp_path: 
     assert ended.err == ""
 
 
-@pytest.mark.parametrize("kind", ["raise", "kill"])
-def test_under_bare_torchrun_the_ranks_say_it(kind: str, tmp_path: Path) -> None:
-    ended = torchrun(2, "-m", "ddp_examples.faults", f"demo.kind={kind}", cwd=ROOT, env={"TMPDIR": str(tmp_path)})
+@pytest.mark.parametrize(("kind", "words"), [("raise", "failed first"), ("kill", "failed first"), ("hang", "hangs")])
+def test_under_bare_torchrun_the_ranks_say_it(kind: str, words: str, tmp_path: Path) -> None:
+    settings = [f"demo.kind={kind}", "watch.hang_s=3"]
+    ended = torchrun(2, "-m", "ddp_examples.faults", *settings, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
     said = [line for line in ended.err.splitlines() if line.startswith("ddp-examples: ")]
-    assert said[0].startswith("ddp-examples: rank 1 failed first"), ended.err
+    assert said[0].startswith(f"ddp-examples: rank 1 {words}"), ended.err
     assert len(said) <= 2, "one line of the rank that followed"
     assert ended.err.index(said[0]) < ended.err.index("ChildFailedError"), "ahead of torchrun's own block"
 

@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator, List
@@ -16,14 +17,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_examples.core.failure import StartError
+from ddp_examples.core.deaths import process_state
+from ddp_examples.core.failure import Failure, StartError
+from ddp_examples.core.frames import at_debugger, look
 from ddp_examples.core.group import Group, process_group
 from ddp_examples.core.judge import Beat, Stall, judge, odd_one
 from ddp_examples.core.progress import Progress
 from ddp_examples.core.ranks import Ranks
 from ddp_examples.core.report import straggler
 from ddp_examples.core.trail import NO_GRADIENT, Entry, Trail
-from ddp_examples.core.watch import Watch, at_debugger, look, process_state
+from ddp_examples.core.watch import Watch
 
 
 def tail(*calls: str, first: int = 1, step: int = 5) -> List[Entry]:
@@ -392,6 +395,34 @@ def test_a_rank_that_is_through_is_not_lost(meeting: None) -> None:
     time.sleep(0.8)
     made[1].stop(through=True)
     assert ended == {}
+
+
+def test_time_in_which_the_watch_did_not_run_is_nobodys_fault(meeting: None) -> None:
+    """As of a job that is suspended (all its processes get SIGSTOP), or a machine that is paused."""
+    made, ended = watches(2, hang_s=0.5, lost_s=0.5)
+    gate = threading.Event()
+    for watch in made:
+        watch._leaving = SimpleNamespace(wait=lambda _: gate.wait(0.05) or time.sleep(0.7), set=gate.set)  # type: ignore
+        watch.start()
+    time.sleep(2.5)
+    for watch in made:
+        watch.stop(through=False)
+    assert ended == {}
+
+
+def test_the_first_failure_of_another_host_is_heard_through_the_store(meeting: None) -> None:
+    made, _ = watches(3, hang_s=5, lost_s=5)
+    for watch in made:
+        watch.start()
+        watch.stop(through=False)
+    one, other = (Failure(rank, 0, f"c{rank}", 7, 8, 5, "raise", "ValueError: boom", "") for rank in (1, 2))
+    lost_a_peer = replace(one, rank=0, kind="echo")
+    assert made[0].share(lost_a_peer) == lost_a_peer, "nobody has told yet"
+    assert made[1].share(one) == one
+    assert made[2].share(other) == one
+    assert made[0].share(lost_a_peer) == one
+    os.environ["MASTER_PORT"], made[0]._store = "1", None
+    assert made[0].share(lost_a_peer) == lost_a_peer, "the store is gone"
 
 
 def test_a_store_that_does_not_answer_is_the_loss_of_its_host_only_for_who_waits() -> None:

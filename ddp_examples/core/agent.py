@@ -30,13 +30,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api
 
 from ddp_examples.core import rendezvous
+from ddp_examples.core.deaths import Death, memory_kills, why_killed
 from ddp_examples.core.exits import Exit, say
-from ddp_examples.core.failure import run_folder
 from ddp_examples.core.forkserver import run_rank
-from ddp_examples.core.last_words import own_folder
-from ddp_examples.core.memory import kills, why_killed
 from ddp_examples.core.orphans import SIGNALS
-from ddp_examples.core.verdict import SPOKEN, Death, conclude, leave_deaths
+from ddp_examples.core.records import conclude, leave_deaths, own_folder, run_folder
+from ddp_examples.core.verdict import SPOKEN
 
 RANK_MODULE = "ddp_examples.core.forkserver"  # run as a program it is a rank that is not forked
 LOGGERS = ("torch.distributed.elastic", "torch.distributed.run", "torch.multiprocessing")
@@ -116,11 +115,11 @@ def _raise_signal(number: int, _: Any) -> None:
 def _status(error: ChildFailedError, agent: "NodeAgent", folder: Path, speaks: bool) -> int:
     """Say what broke the run; returns the status of the rank that did, as a shell would."""
     _, failure = error.get_first_failure()
-    why = why_killed(agent.kills_before, kills())
+    why = why_killed(agent.kills_before, memory_kills())
     agent.deaths = [replace(death, why=why) if death.code == -signal.SIGKILL else death for death in agent.deaths]
     if not speaks:
         if agent.deaths:
-            leave_deaths(folder, agent.deaths)
+            leave_deaths(agent.deaths, folder)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     verdict = conclude(folder, agent.deaths, agent.world_size)
     if verdict.lines:
@@ -174,7 +173,7 @@ class NodeAgent(LocalElasticAgent):
         pids: Dict[int, Any] = super()._start_workers(worker_group)
         handle_signals()  # again: torch has put its own there
         self.world_size = worker_group.workers[0].world_size
-        self.kills_before = kills()
+        self.kills_before = memory_kills()
         self._died: List[Tuple[int, int]] = []  # local rank, time in ns
         if hasattr(os, "pidfd_open"):  # Linux 5.3
             files = {os.pidfd_open(pid): local_rank for local_rank, pid in pids.items()}
@@ -206,6 +205,7 @@ class NodeAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._died:
             self._wake()
+        _accept_os_exit(self._pcontext)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.FAILED:
             return result
@@ -236,6 +236,13 @@ def exit_code(context: Any, local_rank: int) -> Optional[int]:
     else:
         code = context.subprocess_handlers[local_rank].proc.poll()
     return code
+
+
+def _accept_os_exit(context: Any) -> None:
+    """A forked rank that ends by os._exit(0) leaves no return value, and torch (2.13) would wait for it for ever."""
+    for local_rank, process in enumerate(context._pc.processes if hasattr(context, "_pc") and context._pc else ()):
+        if process.exitcode == 0:
+            context._return_values.setdefault(local_rank, None)
 
 
 def _note_deaths(files: Dict[int, int], deaths: List[Tuple[int, int]]) -> None:

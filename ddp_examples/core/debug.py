@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DistributedSampler
 
 from ddp_examples.core.exits import SPEAKER_FIRST_S, Exit, say
-from ddp_examples.core.failure import run_folder
+from ddp_examples.core.records import run_folder
 
 Gather = Callable[[Any], List[Any]]
 

@@ -1,24 +1,17 @@
-"""What a rank says before it goes: one record, in the folder of the run. Standard library only.
-
-The launchers name that folder in DDP_EXAMPLES_RUN; core/verdict.py makes one verdict of all records.
-"""
+"""An exception that ends a rank, as a record: its kind, and where the user's code was. Standard library only."""
 
 import errno
-import json
 import os
 import socket
 import sys
-import sysconfig
 import time
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Iterator, Optional
 
 from ddp_examples.core.exits import Refusal
-
-RUN = "DDP_EXAMPLES_RUN"  # environment variable: the folder of the run
+from ddp_examples.core.frames import user_frame
 
 # What gloo, nccl and the store say on a rank that has lost a peer: an echo, not the cause. In torch 2.6 and 2.13.
 ECHOES = (
@@ -82,6 +75,11 @@ def failure_of(error: BaseException, rank: int, local_rank: int, step: int) -> F
     )
 
 
+def is_own(failure: Failure) -> bool:
+    """Not what a rank meets because of another one."""
+    return failure.kind not in ("echo", "mismatch")
+
+
 def kind_of(error: BaseException) -> str:
     """A word for what the exception is about; "echo": this rank only lost a peer."""
     if isinstance(error, SystemExit):
@@ -133,62 +131,6 @@ def _hint(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename and kind_of(error) == "full_disk":
         return f"{error.filename} could not be written: df -h {Path(str(error.filename)).parent}"
     return str(getattr(error, "hint", ""))
-
-
-def user_frame(trace: Optional[TracebackType]) -> str:
-    """The innermost frame that is neither of torch, nor of an installed package, nor of our own core."""
-    frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if is_users(frame.filename)] or list(frames)
-    return f"{short(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
-
-
-_CORE = str(Path(__file__).resolve().parent) + os.sep
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_STDLIB = tuple({sysconfig.get_path("stdlib") + os.sep, str(Path(os.__file__).parent) + os.sep})  # a venv has two
-_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-
-
-def is_users(filename: str) -> bool:
-    """Whether a frame of this file is of the user's own code. `<stdin>` is; `<frozen runpy>` is not."""
-    if filename.startswith(_PACKAGE):  # installed or not, the demos stand for the user's code
-        return not filename.startswith(_CORE)
-    installed = any(folder in filename for folder in _INSTALLED)
-    return not (installed or filename.startswith(("<frozen", *_STDLIB)))
-
-
-def short(filename: str) -> str:
-    """A path as short as it can be typed here."""
-    here = os.getcwd() + os.sep  # noqa: PTH109
-    return filename[len(here) :] if filename.startswith(here) else filename
-
-
-def run_folder() -> Optional[Path]:
-    """The folder of this run, if a launcher has named one."""
-    folder = os.environ.get(RUN)
-    return Path(folder) if folder else None
-
-
-def write(failure: Failure, folder: Path) -> None:
-    """Leave the record, whole or not at all."""
-    target = folder / f"rank-{failure.rank}.json"
-    part = target.with_suffix(f".{failure.pid}.part")
-    try:
-        part.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-        part.replace(target)
-    except OSError:
-        return  # the disk may be what has failed
-
-
-def read(folder: Path) -> List[Failure]:
-    """All records of a run, in the order of their times."""
-    found = []
-    for path in sorted(folder.glob("rank-*.json")):
-        try:
-            content: Dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            found.append(Failure(**content))
-        except (OSError, ValueError, TypeError):
-            continue
-    return sorted(found, key=lambda failure: failure.time_ns)
 
 
 def keep_traceback(error: BaseException, failure: Failure, folder: Path) -> Failure:

@@ -16,9 +16,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 from ddp_examples.core.exits import Exit, say
-from ddp_examples.core.failure import RUN, run_folder
 from ddp_examples.core.last_words import leave_record
 from ddp_examples.core.orphans import SIGNALS, die_with_parent
+from ddp_examples.core.records import RUN, run_folder
 
 # What a terminal or a batch system may send to all processes of a run. The server must not end by it: that would end
 # the ranks (die_with_parent), before they have saved.

@@ -22,7 +22,6 @@ from typing import List, NoReturn
 
 from ddp_examples.core.config import Config, ConfigError
 from ddp_examples.core.exits import Exit, refuse, say
-from ddp_examples.core.failure import RUN
 from ddp_examples.core.forkserver import can_fork, start_server
 from ddp_examples.core.hello import UnfitError, meet
 from ddp_examples.core.job import Job, first_nodes, read_job, task
@@ -41,6 +40,7 @@ from ddp_examples.core.launch import (
 )
 from ddp_examples.core.preflight import describe, gpu_fault, own_name_fault
 from ddp_examples.core.ranks import Ranks
+from ddp_examples.core.records import RUN
 from ddp_examples.core.runs import Run, module_of, planned_runs
 from ddp_examples.core.site import Site, load_site
 

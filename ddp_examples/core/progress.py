@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_examples.core.failure import is_users, short
+from ddp_examples.core.frames import is_users, short
 from ddp_examples.core.trail import NO_GRADIENT, Trail
 
 # How dist.ProcessGroup calls it -> how the user does, and whether its tensor has the same shape on all ranks.

@@ -15,7 +15,7 @@ from typing import Callable, List, Optional, Set
 from ddp_examples.core.exits import Exit, say
 from ddp_examples.core.job import Job, ask
 from ddp_examples.core.orphans import die_with_parent
-from ddp_examples.core.verdict import clear
+from ddp_examples.core.records import clear
 
 GRACE_S = 10.0  # from the first node that has ended badly until the others are told to end; srun does that by itself
 TELL_S = 2.0  # from then until its cause is told

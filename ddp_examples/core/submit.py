@@ -19,10 +19,10 @@ from ddp_examples.core.follow import follow, job_number
 from ddp_examples.core.job import Job, ask, first_nodes, read_job, seconds, task
 from ddp_examples.core.queues import choose_queue, queues_of
 from ddp_examples.core.ranks import Ranks
+from ddp_examples.core.records import conclude, read_deaths
 from ddp_examples.core.runs import Run, module_of, planned_runs
 from ddp_examples.core.site import Site, load_site
 from ddp_examples.core.step import run_step
-from ddp_examples.core.verdict import conclude, read_deaths
 
 
 def main(argv: List[str]) -> int:

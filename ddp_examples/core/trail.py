@@ -7,18 +7,16 @@ called what. It is a map in memory (about 2 us an entry), so what is written is 
 import json
 import mmap
 import os
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, DefaultDict, Dict, List, NamedTuple, Optional, Tuple
 
 NO_GRADIENT = ", no gradient for "  # in an entry: DDP still waits for these parameters
 HEAD, SLOT, SLOTS = 2048, 256, 64  # bytes, bytes, entries that are kept
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Something that all ranks do in the same order: a collective, a forward pass of DDP, an optimizer step."""
 
     number: int  # counts from 1
@@ -36,7 +34,7 @@ class Trail:
         self.number = 0
         self.step = 0
         self.entries: List[Entry] = []  # the last ones
-        self._followers: Dict[str, Counter[str]] = {}  # after what, what was done how often
+        self._followers: DefaultDict[str, Dict[str, int]] = defaultdict(dict)  # after what, what was done how often
         self._before = ""
         self._map = mmap.mmap(-1, size)
         if path is not None:
@@ -57,16 +55,19 @@ class Trail:
 
     def _unusual(self, what: str, where: str) -> str:
         """ "" or what has followed on the entry before at least twice, where this one never has."""
-        followers = self._followers.setdefault(self._before, Counter())
+        followers = self._followers[self._before]
         if len(self._followers) > 1000:  # places without number: then there is nothing to learn
             self._followers.clear()
         self._before = f"{what.partition(' ')[0]} {where}"  # not the shape, which may change from step to step
-        known = followers[what + where] > 0
-        usual, times = followers.most_common(1)[0] if followers else ("", 0)
-        followers[what + where] += 1
+        done = what + where
+        followers[done] = followers.get(done, 0) + 1
+        if followers[done] > 1:
+            return ""
+        usual = max(followers, key=followers.__getitem__)
+        usual = usual if followers[usual] > 1 else ""
         if len(followers) > 100:
             followers.clear()
-        return "" if known or times < 2 else usual
+        return usual
 
     def head(self, facts: Dict[str, Any]) -> None:
         """Called by the watch thread, once a second: what it sees of the rank."""

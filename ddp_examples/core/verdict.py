@@ -1,17 +1,15 @@
 """The last thing on the screen of a run that broke: at most 10 lines a person can act on. Standard library only."""
 
-import json
-import shlex
 import signal
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from ddp_examples.core.deaths import GONE, Death
 from ddp_examples.core.exits import Exit
-from ddp_examples.core.failure import MISMATCHES, Failure, read, short
+from ddp_examples.core.failure import Failure, is_own
+from ddp_examples.core.frames import short
 from ddp_examples.core.judge import Stall, odd_one
-from ddp_examples.core.trail import Entry, read_trails
+from ddp_examples.core.trail import Entry
 
 # Ranks that end so have said why, and all end so: there is no culprit to name.
 SPOKEN = (Exit.USAGE, Exit.CHECK_FAILED, Exit.UNABLE, Exit.LATER)
@@ -33,19 +31,6 @@ TRY = {
     "stall": "all ranks wait, for different things or for the network; debug=true names calls that don't fit together",
     "left": "it ended its loop early: as many steps on every rank, or torch.distributed.algorithms.join.Join",
 }
-
-
-@dataclass(frozen=True)
-class Death:
-    """The end of a process as its parent sees it. `code` as subprocess has it: negative for a signal."""
-
-    rank: int
-    local_rank: int
-    host: str
-    pid: int
-    code: int
-    time_ns: int
-    why: str = ""  # of a SIGKILL, as far as the node knows
 
 
 @dataclass(frozen=True)
@@ -79,12 +64,11 @@ def decide(
             stall = replace(stall, step=entries[-1].step)
         return _of_stall(stall, world_size)
     wordless = [death for death in deaths if death.code and death.rank not in {f.rank for f in failures}]
-    own = [failure for failure in failures if failure.kind not in ("echo", "mismatch")]
-    first_death, first_own = next(iter(wordless), None), next(iter(own), None)
+    first_death, first_own = next(iter(wordless), None), next(filter(is_own, failures), None)
     if first_own and (first_death is None or first_own.time_ns <= first_death.time_ns + GRACE_NS):
         return _of_failure(first_own, failures, deaths, world_size)
     if first_death is None or (mismatch and first_death.code == -signal.SIGABRT):
-        found = _from_trails(trails, failures, world_size)
+        found = _from_trails(trails, world_size)
         if found:
             return found
     if first_death:
@@ -119,7 +103,7 @@ def _of_death(death: Death, failures: Sequence[Failure], trails: Trails, world_s
     head, entries = trails.get(death.rank, ({}, []))
     step = entries[-1].step if entries else int(head.get("step", 0))
     how = f"signal {signal.Signals(-death.code).name}" if death.code < 0 else f"status {death.code}"
-    how = how if death.code < 256 else "no word: its process is gone"
+    how = how if death.code != GONE else "no word: its process is gone"
     memory = f", {head['memory'] / 2**20:.0f} MB of memory" if head.get("memory") else ""
     lines = [
         f"rank {death.rank} failed first, with {how}, {step_words(step)}",
@@ -128,7 +112,7 @@ def _of_death(death: Death, failures: Sequence[Failure], trails: Trails, world_s
         f"  last seen at {head['where']}" if head.get("where") else "",
         _followers(1, world_size),
     ]
-    kind = "kill" if not 0 < death.code < 256 else "exit"
+    kind = "kill" if death.code < 0 or death.code == GONE else "exit"
     return Verdict(kind, [death.rank], step, [line for line in lines if line])
 
 
@@ -155,7 +139,7 @@ def _of_stall(stall: Stall, world_size: int) -> Verdict:
     return Verdict(stall.kind, stall.ranks, stall.step, [line for line in lines if line])
 
 
-def _from_trails(trails: Trails, failures: Sequence[Failure], world_size: int) -> Optional[Verdict]:
+def _from_trails(trails: Trails, world_size: int) -> Optional[Verdict]:
     odd = odd_one({rank: entries for rank, (_, entries) in trails.items()})
     if odd is None:
         left = [rank for rank, (head, _) in trails.items() if head.get("left")]
@@ -236,57 +220,3 @@ def _try(hint: str) -> str:
 def _side_by_side(groups: Sequence[Tuple[Sequence[int], str]]) -> List[str]:
     shown = [f"  {'ranks' if len(ranks) > 1 else 'rank'} {some(ranks)}: {what}" for ranks, what in groups[:3]]
     return [*shown, f"  and {len(groups) - 3} other places"] if len(groups) > 3 else shown
-
-
-def conclude(folder: Path, deaths: Sequence[Death], world_size: int) -> Verdict:
-    """Decide from what lies in the folder of the run, and leave the verdict there."""
-    stall, mismatch = read_stall(folder), any(map(_tells_mismatch, folder.glob("*rank*.log")))
-    mismatch = mismatch or not any(folder.glob("*agent.log"))  # not our launcher: what gloo said is not in the logs
-    verdict = decide(read(folder), deaths, read_trails(folder), stall, world_size, mismatch)
-    if verdict.lines:
-        again = f"  again: python -m ddp_examples.core.watch {shlex.quote(str(folder))}"
-        verdict = Verdict(verdict.kind, verdict.ranks, verdict.step, [*verdict.lines[:9], again])
-        with suppress(OSError):  # the disk may be what has failed
-            (folder / "verdict.json").write_text(json.dumps(asdict(verdict)), encoding="utf-8")
-    return verdict
-
-
-def leave_deaths(folder: Path, deaths: Sequence[Death]) -> None:
-    """What the agent of a node tells the launcher, which makes one verdict of all nodes."""
-    (folder / f"{deaths[0].host}.deaths").write_text(json.dumps(list(map(asdict, deaths))), encoding="utf-8")
-
-
-def read_deaths(folder: Path) -> List[Death]:
-    """Of all nodes, in the order of their times."""
-    files = folder.glob("*.deaths")
-    deaths = [Death(**death) for file in files for death in json.loads(file.read_text(encoding="utf-8"))]
-    return sorted(deaths, key=lambda death: death.time_ns)
-
-
-def clear(folder: Path) -> None:
-    """Remove what an earlier run has left in the folder; its logs stay."""
-    for pattern in ("rank-*.json", "rank-*.trail", "*.deaths", "stall.json", "verdict.json"):
-        for path in folder.glob(pattern):
-            path.unlink()
-
-
-def _tells_mismatch(log: Path) -> bool:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 20000))
-        end = file.read()
-    return any(words.encode() in end for words in MISMATCHES)
-
-
-def read_verdict(folder: Path) -> Optional[Verdict]:
-    try:
-        return Verdict(**json.loads((folder / "verdict.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def read_stall(folder: Path) -> Optional[Stall]:
-    """The watch's finding, if it came to one."""
-    try:
-        return Stall(**json.loads((folder / "stall.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None

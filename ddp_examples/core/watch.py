@@ -12,27 +12,27 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, Dict, List, NoReturn, Optional, Tuple
 
-import torch
 import torch.distributed as dist
 
+from ddp_examples.core.deaths import process_state
 from ddp_examples.core.exits import Exit, say
-from ddp_examples.core.failure import is_users, run_folder, short
+from ddp_examples.core.failure import Failure, is_own
+from ddp_examples.core.frames import at_debugger, look
 from ddp_examples.core.judge import Beat, Stall, judge
+from ddp_examples.core.last_words import speak
 from ddp_examples.core.progress import Progress
 from ddp_examples.core.ranks import Ranks
+from ddp_examples.core.records import conclude, leave_stall, read_verdict, run_folder
 from ddp_examples.core.trail import Entry, memory_use
-from ddp_examples.core.verdict import conclude, read_verdict
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_DDP = _TORCH + os.path.join("nn", "parallel", "distributed.py")  # noqa: PTH118
 TAIL = 24  # entries of a rank's trail that it tells when it does not move
 REPLY_S = 5.0  # a store that takes longer does not answer
+_HOST = socket.gethostname()
 
 
 class Watch:
@@ -75,9 +75,29 @@ class Watch:
         if self._log:
             self._log.close()
 
+    def share(self, failure: Failure) -> Failure:
+        """The first failure of the run, as far as it is known: of other hosts only the store tells. After `stop`."""
+        record = json.dumps(asdict(failure)) if is_own(failure) else ""
+        with suppress(Exception):  # the store may be gone with the rank that failed
+            return Failure(**json.loads(self._open().compare_set("failure", "", record)))
+        return failure
+
+    def _sleep(self) -> bool:
+        """Until the next look; whether the rank leaves.
+
+        Time in which this process did not run is nobody's fault: a suspended job, a paused machine, one that is slow.
+        """
+        began = time.monotonic()
+        left = self._leaving.wait(self._interval_s)
+        late = time.monotonic() - began - self._interval_s
+        if late > self._interval_s:
+            self._moved, self._answered = self._moved + late, self._answered + late
+            self._seen = {rank: (text, when + late) for rank, (text, when) in self._seen.items()}
+        return left
+
     def _run(self) -> None:
         while True:
-            left = self._leaving.wait(self._interval_s)
+            left = self._sleep()
             if left and not self._through:
                 return
             self._arm()
@@ -160,7 +180,7 @@ class Watch:
             if self._seen.get(rank, ("", 0))[0] != text:
                 self._seen[rank] = text, now
             facts = json.loads(text)
-            facts.update(silent_s=now - self._seen[rank][1], tail=[Entry(**entry) for entry in facts["tail"]])
+            facts.update(silent_s=now - self._seen[rank][1], tail=[Entry(*entry) for entry in facts["tail"]])
             facts.pop("tick")
             beats.append(Beat(**facts))
         return beats
@@ -180,12 +200,9 @@ class Watch:
     def _end(self, stall: Stall) -> NoReturn:
         """Leave: the main thread can't. Not at once, so that every rank has time to hear it, and to leave its stack."""
         if self._folder:
-            part = self._folder / f"stall.{self._ranks.rank}.part"
-            with suppress(OSError):
-                part.write_text(json.dumps(asdict(stall)), encoding="utf-8")
-                part.replace(self._folder / "stall.json")
+            leave_stall(stall, self._folder)
             if self._judge and not run_folder():  # no launcher of ours will say it
-                say("\n".join(conclude(self._folder, [], self._ranks.world_size).lines))
+                speak(self._folder)
         if self._log:
             frame = sys._current_frames().get(self._main)
             self._log.write("".join(traceback.format_stack(frame)) if frame else "")
@@ -196,40 +213,6 @@ class Watch:
         os._exit(int(Exit.ERROR))
 
 
-_HOST = socket.gethostname()
-
-
-def look(frame: Optional[FrameType]) -> Tuple[Any, bool, str]:
-    """(differs where the stack does, whether it waits in a collective, innermost frame of the user's)."""
-    place, waiting, where, innermost = [], False, "", True
-    while frame is not None:
-        name = frame.f_code.co_filename
-        place.append((id(frame.f_code), frame.f_lasti))
-        if not where:
-            if is_users(name) and not name.startswith(_TORCH):
-                where = f"{short(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
-            waiting = waiting or (not where and _is_collective(frame.f_code.co_name, name, innermost))
-        innermost = False
-        frame = frame.f_back
-    return tuple(place), waiting, where
-
-
-def _is_collective(function: str, filename: str, innermost: bool) -> bool:
-    """A frame of torch.distributed, or of a backward pass, in which DDP waits; DDP's own only where it waits itself."""
-    if filename == _DDP:
-        return innermost
-    return filename.startswith(_TORCH + "distributed" + os.sep) or function == "_engine_run_backward"
-
-
-def at_debugger(frame: Optional[FrameType]) -> bool:
-    """A person at a prompt is no hang."""
-    while frame is not None:
-        if os.path.basename(frame.f_code.co_filename) in ("pdb.py", "bdb.py", "pydevd.py"):  # noqa: PTH119
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _stall(content: bytes) -> Stall:
     return Stall(**json.loads(content))
 
@@ -238,22 +221,7 @@ def _with_state(stall: Stall) -> Stall:
     """Of a silent rank on this host the kernel knows more."""
     if stall.kind != "lost" or stall.host != _HOST or stall.detail:
         return stall
-    return Stall(**{**asdict(stall), "detail": process_state(stall.pid)})
-
-
-def process_state(pid: int) -> str:
-    """Why a process of this host says nothing."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "its process is gone"
-    state = next((line.split()[1] for line in lines if line.startswith("State:")), "?")
-    return {
-        "T": "its process is stopped (SIGSTOP): kill -CONT goes on",
-        "t": "its process is stopped by a debugger",
-        "Z": "its process is dead",
-        "D": "its process waits for a disk or the network, in the kernel",
-    }.get(state, "its process lives, but C code holds Python's lock: see its rank-*.log")
+    return replace(stall, detail=process_state(stall.pid))
 
 
 def main(argv: List[str]) -> int:

@@ -9,11 +9,11 @@ from typing import Iterable, Optional
 import torch
 import torch.distributed as dist
 
-from ddp_examples.core.failure import run_folder
-from ddp_examples.core.last_words import clear_folder, leave_record, own_folder
+from ddp_examples.core.last_words import leave_record
 from ddp_examples.core.orphans import die_with_parent
 from ddp_examples.core.progress import Progress, unused_parameters
 from ddp_examples.core.ranks import Ranks
+from ddp_examples.core.records import clear_rank, leave_failure, own_folder, run_folder
 from ddp_examples.core.trail import Trail
 from ddp_examples.core.verdict import UNUSED_HINT
 from ddp_examples.core.watch import Watch
@@ -39,19 +39,24 @@ class Witness:
             self._watch.start()
 
     def failed(self, error: BaseException, models: Iterable[torch.nn.Module]) -> None:
+        failure = None
         if self._folder:
             names = ", ".join(unused_parameters(error, models))
             hint = UNUSED_HINT.format(names=names) if names else ""
-            leave_record(error, self._ranks.rank, self._ranks.local_rank, self.progress.step, hint, self._folder)
+            failure = leave_record(
+                error, self._ranks.rank, self._ranks.local_rank, self.progress.step, hint, self._folder
+            )
         if self._watch:
             self._watch.stop(through=False)
+            if failure and self._folder and not run_folder():
+                leave_failure(self._watch.share(failure), self._folder)
 
     def through(self) -> None:
         """The rank has ended well."""
         if self._watch:
             self._watch.stop(through=True)
         if self._folder and not run_folder():
-            clear_folder(self._folder, self._ranks.rank)
+            clear_rank(self._folder, self._ranks.rank)
 
     def close(self) -> None:
         self._hooks.close()
