@@ -156,9 +156,9 @@ def test_over_ranks() -> None:
     ended = forked(3, "test_group")
     assert ended.status == 0, ended.output
     assert sorted(ended.out.splitlines()) == [
-        "rank 0: ['', 'x', 'xx'] 1.0 0 OSError disk full",
-        "rank 1: ['', 'x', 'xx'] 1.0 0 MainRankError rank 0 on HOST: OSError: disk full",
-        "rank 2: ['', 'x', 'xx'] 1.0 0 MainRankError rank 0 on HOST: OSError: disk full",
+        "rank 0: [0, 600, 1200] 1.0 0 OSError disk full",
+        "rank 1: [0, 600, 1200] 1.0 0 MainRankError rank 0 on HOST: OSError: disk full",
+        "rank 2: [0, 600, 1200] 1.0 0 MainRankError rank 0 on HOST: OSError: disk full",
     ]
 
 
@@ -171,7 +171,8 @@ def main() -> None:
 
     with process_group(read_ranks(os.environ), "gloo", 60) as group:
         rank = group.ranks.rank
-        seen = (gather("x" * rank), average(rank), on_main(lambda: rank))
+        long = 600 * rank  # the longest ones take a second collective
+        seen = ([len(text) for text in gather("x" * long)], average(rank), on_main(lambda: rank))
         try:
             on_main(failing)
         except (OSError, MainRankError) as error:

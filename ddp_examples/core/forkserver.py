@@ -40,6 +40,8 @@ def start_server() -> None:
     # Before Python 3.9.16 and 3.10.9 the server's socket was an abstract one, open to every user (CVE-2022-42919).
     setattr(multiprocessing.util, "abstract_sockets_supported", False)  # noqa: B010  mypy takes it for a constant
     multiprocessing.set_forkserver_preload(["ddp_examples.core.preload"])
+    # Else multiprocessing runs the launcher's module again in each rank: 40 ms of CPU (spawn.get_preparation_data).
+    vars(sys.modules["__main__"]).update(__spec__=None, __file__=None)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # a child has the mask of its parent
     quiet = {"PYTHONWARNINGS": "ignore:resource_tracker"}  # else it complains when the launcher is killed
     with patch.dict(os.environ, quiet):

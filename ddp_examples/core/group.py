@@ -244,10 +244,21 @@ def gather(value: Any) -> List[Any]:
 
     Values are what JSON can carry (tuples come back as lists): torch's all_gather_object needs numpy, and unpickles.
     """
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [int(size) for size in all_gather(torch.tensor([len(mine)]))]
-    parts = all_gather(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
+    words = json.dumps(value).encode()
+    head = len(words).to_bytes(8, "big") + words[: BLOCK - 8]
+    found = [bytes(block.tolist()) for block in all_gather(_bytes(head, BLOCK))]
+    sizes = [int.from_bytes(block[:8], "big") for block in found]
+    if max(sizes) <= BLOCK - 8:
+        return [json.loads(block[8 : 8 + size]) for block, size in zip(found, sizes)]
+    parts = all_gather(_bytes(words, max(sizes)))
     return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes)]
+
+
+BLOCK = 1024  # bytes a rank: what is shorter takes one collective instead of two, 8 ms each with 32 ranks on 2 cores
+
+
+def _bytes(content: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 def total(value: float) -> float:
