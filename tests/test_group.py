@@ -156,9 +156,9 @@ def test_over_ranks() -> None:
     ended = forked(3, "test_group")
     assert ended.status == 0, ended.output
     assert sorted(ended.out.splitlines()) == [
-        "rank 0: [0, 600, 1200] 1.0 0 OSError disk full",
-        "rank 1: [0, 600, 1200] 1.0 0 MainRankError rank 0 on HOST: OSError: disk full",
-        "rank 2: [0, 600, 1200] 1.0 0 MainRankError rank 0 on HOST: OSError: disk full",
+        "rank 0: ['', 'x', 'xx'] True 1.0 0 OSError disk full",
+        "rank 1: ['', 'x', 'xx'] True 1.0 0 MainRankError rank 0 on HOST: OSError: disk full",
+        "rank 2: ['', 'x', 'xx'] True 1.0 0 MainRankError rank 0 on HOST: OSError: disk full",
     ]
 
 
@@ -171,14 +171,15 @@ def main() -> None:
 
     with process_group(read_ranks(os.environ), "gloo", 60) as group:
         rank = group.ranks.rank
-        long = 600 * rank  # the longest ones take a second collective
-        seen = ([len(text) for text in gather("x" * long)], average(rank), on_main(lambda: rank))
+        seen = (gather("x" * rank), average(rank), on_main(lambda: rank))
+        long = [str(other) * 600 * other for other in range(3)]  # the longest takes a second collective
+        same = gather(long[rank]) == long
         try:
             on_main(failing)
         except (OSError, MainRankError) as error:
             failure = f"{type(error).__name__} {error}".replace(group.host, "HOST")
         gathered, mean, from_main = seen
-        print(f"rank {rank}: {gathered} {mean} {from_main} {failure}\n", end="", flush=True)  # one write a rank
+        print(f"rank {rank}: {gathered} {same} {mean} {from_main} {failure}\n", end="", flush=True)  # one write a rank
 
 
 if __name__ == "__main__":
