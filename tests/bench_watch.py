@@ -1,7 +1,9 @@
 """What the watch costs: `python tests/bench_watch.py [RANKS]`: steps per second with it and without, 7 pairs.
 
-The steps are those of basic. A pair is 8 blocks of steps of each kind in turn, in the same ranks: so what else the
-machine does meets both alike (pairs of one long block each differed by 30 %). Without: bare torch, no hook, no thread.
+The steps are those of basic. `watch`: as a run has it. `trail`: watch.hang_s=0 and watch.lost_s=0, so steps and
+collectives are noted, but no thread looks. `bare`: torch alone. A pair is 12 blocks of steps of each kind in turn, in
+the same ranks. The first 100 steps of a block are not timed: while a thread starts, any, the scheduler moves the ranks
+about (an idle one more cost 120 us a step of 1.2 ms in the first 50 ms, and nothing after 150 steps; 2 cores).
 Also the time to judge 4,096 ranks, alone and with their beats read from a store; of a note in the trail; of a look.
 """
 
@@ -30,8 +32,8 @@ from ddp_examples.core.trail import Entry, Trail
 from ddp_examples.core.watch import Watch
 from ddp_examples.core.witness import Witness
 
-STEPS, WARM = 150, 15  # a block, and the steps before it that are not timed
-BLOCKS = 8  # of each kind in a pair, in turn
+STEPS, WARM = 300, 100  # a block, and the steps before it that are not timed
+BLOCKS = 12  # of each kind in a pair, in turn
 PAIRS = 7
 
 
@@ -51,8 +53,16 @@ def seconds(ddp: torch.nn.Module) -> float:
     return time.perf_counter() - begin
 
 
-def with_watch(store: dist.Store) -> float:
-    witness = Witness(read_ranks(os.environ), store, hang_s=60, lost_s=30)
+def bare(_: dist.Store) -> float:
+    return seconds(DistributedDataParallel(build_model()))
+
+
+def trail(store: dist.Store) -> float:
+    return watch(store, hang_s=0, lost_s=0)
+
+
+def watch(store: dist.Store, hang_s: float = 60, lost_s: float = 30) -> float:
+    witness = Witness(read_ranks(os.environ), store, hang_s, lost_s)
     ddp = DistributedDataParallel(build_model())
     witness.progress.see(ddp)
     took = seconds(ddp)
@@ -66,22 +76,23 @@ def measure() -> None:
     ranks = read_ranks(os.environ)
     store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.world_size)))[0]
     dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
-    bare = DistributedDataParallel(build_model())
+    kinds = [bare, trail, watch]
     ratios = []
     for pair in range(PAIRS):
-        on = off = 0.0
+        took = dict.fromkeys(kinds, 0.0)
         for block in range(BLOCKS):
-            mine = dist.PrefixStore(f"{pair} {block}", store)
-            if block % 2:
-                on, off = on + with_watch(mine), off + seconds(bare)
-            else:
-                off, on = off + seconds(bare), on + with_watch(mine)
-        ratios.append(off / on)
+            first = block % len(kinds)
+            for kind in kinds[first:] + kinds[:first]:
+                took[kind] += kind(dist.PrefixStore(f"{pair} {block} {kind.__name__}", store))
+        ratios.append([took[trail] / took[watch], took[bare] / took[watch]])
         if ranks.rank == 0:
-            steps = STEPS * BLOCKS
-            print(f"{steps / on:7.1f} steps/s with the watch, {steps / off:7.1f} without: {ratios[-1]:.3f}", flush=True)
+            speeds = ", ".join(f"{kind.__name__} {STEPS * BLOCKS / took[kind]:.0f}" for kind in kinds)
+            print(f"steps/s: {speeds}; watch to trail {ratios[-1][0]:.3f}, to bare {ratios[-1][1]:.3f}", flush=True)
     if ranks.rank == 0:
-        print(f"{ranks.world_size} ranks, median of {PAIRS} pairs: {statistics.median(ratios):.3f}", flush=True)
+        to_trail, to_bare = (statistics.median(column) for column in zip(*ratios))
+        print(
+            f"{ranks.world_size} ranks, medians of {PAIRS}: to trail {to_trail:.3f}, to bare {to_bare:.3f}", flush=True
+        )
     os._exit(0)  # models that outlive their group: see core/group.py
 
 
@@ -101,9 +112,9 @@ def reader_of(beats: List[Beat]) -> Callable[[], object]:
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     for beat in beats:
         store.set(f"{beat.rank}", json.dumps({"tick": 1, **asdict(beat)}))
-    watch = Watch(Ranks(0, 0, len(beats), 4, True), Progress(Trail()), None, "bench", 5, 30)
-    watch._store = store
-    return lambda: watch._judged(store)
+    reader = Watch(Ranks(0, 0, len(beats), 4, True), Progress(Trail()), None, "bench", 5, 30)
+    reader._store = store
+    return lambda: reader._judged(store)
 
 
 def main() -> None:
@@ -112,10 +123,9 @@ def main() -> None:
     print(f"judge 4,096 ranks that all wait: {best_of(5, lambda: judge(beats, 5, 30)):.3f} s")
     print(f"a check of 4,096 ranks, read from a store: {best_of(5, reader_of(beats)):.3f} s")
     with tempfile.TemporaryDirectory() as folder:
-        trail = Trail(Path(folder) / "trail")
-        print(
-            f"a note in the trail: {1e6 * best_of(2000, lambda: trail.note('all_reduce float32 [4]', 'a.py:9')):.1f} us"
-        )
+        notes = Trail(Path(folder) / "trail")
+        took = best_of(2000, lambda: notes.note("all_reduce float32 [4]", "a.py:9"))
+        print(f"a note in the trail: {1e6 * took:.1f} us")
     print(f"a look at a stack: {1e6 * best_of(2000, lambda: look(sys._getframe())):.1f} us", flush=True)
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     print(forked(ranks, "bench_watch", timeout_s=600).output)

@@ -1,8 +1,8 @@
 """Where a rank is: its step, and what it called, without a line in the user's loop.
 
-Steps are counted by torch's hook on every optimizer and one on each DDP model; collectives on the default group are
-seen where torch's Python hands them to C++. About 5 us a step and 3 us a collective. Not seen: collectives that C++
-starts by itself (DDP's own, functional collectives), and those of other groups; the forward pass stands for DDP's.
+Steps are counted by torch's hook on every optimizer, and where DDP's forward pass begins; collectives on the default
+group are seen where torch's Python hands them to C++. Not seen: collectives that C++ starts by itself (DDP's own,
+functional collectives), and those of other groups; the forward pass stands for DDP's.
 """
 
 import re
@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from contextlib import ExitStack
-from functools import lru_cache
-from typing import Any, Callable, Iterable, List, Optional
+from functools import lru_cache, wraps
+from typing import Any, Callable, Dict, Iterable, List, Optional
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_examples.core.frames import is_users, short
@@ -53,7 +53,8 @@ class Progress:
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._missing = 0
         self._forward_passes = 0
-        self._steps: Counter[int] = Counter()  # by optimizer
+        self._steps: Dict[int, int] = {}  # by optimizer
+        self._made = 0  # by the one that has made most
         self._since: Optional[float] = None
         self._before = 0  # steps that an earlier start of this run has made
 
@@ -70,6 +71,9 @@ class Progress:
         """Count and note from now until the stack that is returned is closed."""
         hooks = ExitStack()
         hooks.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        hooks.enter_context(
+            patch.object(DistributedDataParallel, "forward", self._seen(DistributedDataParallel.forward))
+        )
         for name, (called, alike) in COLLECTIVES.items():
             original = getattr(dist.ProcessGroup, name, None)
             if original is not None:  # the class: whoever has imported all_reduce from torch.distributed is seen too
@@ -77,28 +81,34 @@ class Progress:
         return hooks
 
     def see(self, ddp: torch.nn.Module) -> None:
-        """Count the forward passes of this DDP model."""
+        """Ask this DDP model whether its gradients are complete when the next collective begins."""
         self._models.add(ddp)
-        ddp.register_forward_pre_hook(self._forward)
-        ddp.register_forward_hook(self._forwarded)
 
-    def _forward(self, model: torch.nn.Module, _: Any) -> None:
-        if not torch.is_grad_enabled():
-            return  # evaluation may be one rank's alone
-        self._forward_passes += 1
-        self.trail.step = self._before + 1 + max(self._steps.values(), default=self._forward_passes - 1)
-        self.trail.note("forward pass")
+    def _seen(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of DDP's forward pass. As two hooks of the module it took 8 us a step more: they take torch's slow path."""
 
-    def _forwarded(self, model: torch.nn.Module, *_: Any) -> None:
-        if self._since is not None and torch.is_grad_enabled():
-            self.own_s += time.perf_counter() - self._since
-            self.own_steps += 1
-            self._since = None
+        @wraps(original)
+        def forward(ddp: Any, *inputs: Any, **options: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(ddp, *inputs, **options)  # evaluation may be one rank's alone
+            self._forward_passes += 1
+            self.trail.step = self._before + 1 + (self._made if self._steps else self._forward_passes - 1)
+            self.trail.note("forward pass")
+            output = original(ddp, *inputs, **options)
+            if self._since is not None:
+                self.own_s += time.perf_counter() - self._since
+                self.own_steps += 1
+                self._since = None
+            return output
+
+        return forward
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._steps[id(optimizer)] += 1
-        self.trail.step = self._before + max(self._steps.values())
-        self.trail.note(f"optimizer step{self._without_gradient()}")
+        steps = self._steps.get(id(optimizer), 0) + 1
+        self._steps[id(optimizer)] = steps
+        self._made = max(self._made, steps)
+        self.trail.step = self._before + self._made
+        self.trail.note("optimizer step")
         self._since = time.perf_counter()
 
     def _without_gradient(self) -> str:

@@ -1,19 +1,19 @@
 """What a rank did last, in a file that outlives it: RUN/rank-3.trail. Standard library only.
 
 A gloo peer that meets a wrong shape aborts, the innocent one often before the other; then only such a file can tell who
-called what. It is a map in memory (about 2 us an entry), so what is written is kept when the process is killed.
+called what. It is a map in memory (about 1 us an entry), so what is written is kept when the process is killed.
 """
 
 import json
 import mmap
 import os
-from collections import defaultdict
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, DefaultDict, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 NO_GRADIENT = ", no gradient for "  # in an entry: DDP still waits for these parameters
-HEAD, SLOT, SLOTS = 2048, 256, 64  # bytes, bytes, entries that are kept
+HEAD, SLOT, SLOTS = 2048, 512, 64  # bytes, bytes, entries that are kept
 
 
 class Entry(NamedTuple):
@@ -26,6 +26,15 @@ class Entry(NamedTuple):
     usual: str = ""  # what this rank did here before, if never this
 
 
+@dataclass
+class _Done:
+    """What was done, and where, after something else."""
+
+    times: int
+    text: bytes  # as it goes into the file
+    followers: Dict[Tuple[str, str], "_Done"]  # what was done next, by (what, where)
+
+
 class Trail:
     """`Trail(path).note("all_reduce float32 [4]", "train.py:84 in train")`; without a path in memory only."""
 
@@ -33,9 +42,8 @@ class Trail:
         size = HEAD + SLOT * SLOTS
         self.number = 0
         self.step = 0
-        self.entries: List[Entry] = []  # the last ones
-        self._followers: DefaultDict[str, Dict[str, int]] = defaultdict(dict)  # after what, what was done how often
-        self._before = ""
+        self._followers: Dict[Tuple[str, str], _Done] = {}  # of the last entry
+        self._places: Dict[str, Dict[Tuple[str, str], _Done]] = {}  # followers by what is called where
         self._map = mmap.mmap(-1, size)
         if path is not None:
             with suppress(OSError), path.open("wb") as file:  # without it the run goes on, and tells less
@@ -44,30 +52,33 @@ class Trail:
                 self._map = mmap.mmap(file.fileno(), size)
 
     def note(self, what: str, where: str = "") -> None:
-        """Called by the main thread as it begins `what`."""
+        """Called by the main thread as it begins `what`, twice a step and more: what is the same is kept ready."""
         self.number += 1
-        entry = Entry(self.number, self.step, what, where, self._unusual(what, where))
-        self.entries.append(entry)
-        del self.entries[:-SLOTS]
-        text = f"{entry.number}\t{entry.step}\t{what[:80]}\t{where[-60:]}\t{entry.usual[:80]}\n".encode()[:SLOT]
+        done = self._followers.get((what, where)) or self._first(what, where)
+        done.times += 1
+        self._followers = done.followers
+        text = b"%d\t%d\t%b" % (self.number, self.step, done.text)
         start = HEAD + SLOT * (self.number % SLOTS)
         self._map[start : start + len(text)] = text
 
-    def _unusual(self, what: str, where: str) -> str:
-        """ "" or what has followed on the entry before at least twice, where this one never has."""
-        followers = self._followers[self._before]
-        if len(self._followers) > 1000:  # places without number: then there is nothing to learn
-            self._followers.clear()
-        self._before = f"{what.partition(' ')[0]} {where}"  # not the shape, which may change from step to step
-        done = what + where
-        followers[done] = followers.get(done, 0) + 1
-        if followers[done] > 1:
-            return ""
-        usual = max(followers, key=followers.__getitem__)
-        usual = usual if followers[usual] > 1 else ""
-        if len(followers) > 100:
-            followers.clear()
-        return usual
+    def _first(self, what: str, where: str) -> _Done:
+        """It has never followed on the entry before: say what has, if that came at least twice."""
+        before = self._followers
+        usual = max(before, key=lambda done: before[done].times, default=("", ""))
+        often = bool(before) and before[usual].times > 1
+        if len(before) > 100:  # shapes that change from step to step; below, places without number
+            before.clear()
+        if len(self._places) > 1000:
+            self._places.clear()
+        place = f"{what.partition(' ')[0]} {where}"  # not the shape
+        done = _Done(1, _text(what, where, ""), self._places.setdefault(place, {}))
+        before[what, where] = done
+        return replace(done, text=_text(what, where, "".join(usual) if often else ""))
+
+    @property
+    def entries(self) -> List[Entry]:
+        """The last ones, in order."""
+        return _entries(self._map[HEAD:])
 
     def head(self, facts: Dict[str, Any]) -> None:
         """Called by the watch thread, once a second: what it sees of the rank."""
@@ -84,14 +95,22 @@ def read_trail(path: Path) -> Tuple[Dict[str, Any], List[Entry]]:
     head: Dict[str, Any] = {}
     with suppress(ValueError):
         head = json.loads(content[:HEAD].partition(b"\n")[0])
+    return head, _entries(content[HEAD:])
+
+
+def _text(what: str, where: str, usual: str) -> bytes:
+    return f"{what[:160]}\t{where[-120:]}\t{usual[:160]}\n".encode()[: SLOT - 40]
+
+
+def _entries(content: bytes) -> List[Entry]:
     entries = []
-    for start in range(HEAD, len(content), SLOT):
+    for start in range(0, len(content), SLOT):
         with suppress(ValueError):
             number, step, what, where, usual = (
                 content[start : start + SLOT].partition(b"\n")[0].decode(errors="replace").split("\t")
             )
             entries.append(Entry(int(number), int(step), what, where, usual))
-    return head, sorted(entries, key=lambda entry: entry.number)
+    return sorted(entries, key=lambda entry: entry.number)
 
 
 def read_trails(folder: Path) -> Dict[int, Tuple[Dict[str, Any], List[Entry]]]:
