@@ -4,7 +4,7 @@
 
 The ways alternate; printed are medians, and ratios to `bare`: torchrun with a 15-line script (bare_ddp.py) of the same
 model, data and steps, which checks nothing. `local`: launch/local.sh, `torchrun`: torchrun -m ddp_examples.basic, both
-with all checks. `spawn`: torch.multiprocessing.spawn of the same script. Memory: the largest sum of PSS, sampled every
+with all checks. `bare` now and then aborts at its end with gloo, and is run again then. `spawn`: torch.multiprocessing.spawn of the same script. Memory: the largest sum of PSS, sampled every
 0.2 s in an extra run.
 """
 
