@@ -142,12 +142,14 @@ def run(group: Group, config: Config) -> int:
                 with meter.apart("evaluation"):
                     mean_loss = average(loss.item())  # of the epoch's last step
                     accuracy, counted = training.evaluate(model, test_set, group)
+                waited_s = training.gradient_wait_s(ddp)
                 meter.note(
                     f"epoch {epoch + 1}/{params.epochs}  loss {mean_loss:.4f}  test accuracy {accuracy:.4f}"
-                    f"  {meter.samples_per_s():.0f} samples/s",
+                    f"  {meter.samples_per_s():.0f} samples/s  waits {1e3 * waited_s:.1f} ms a step for gradients",
                     loss=mean_loss,
                     test_accuracy=accuracy,
                     samples_per_s=meter.samples_per_s(),
+                    gradient_wait_s=waited_s,
                 )
         checkpoints.finish()
         meter.close()

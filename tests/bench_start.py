@@ -3,9 +3,9 @@
     python tests/bench_start.py [--ranks 1 4 16] [--pairs 5] [--ways local torchrun bare spawn]
 
 The ways alternate; printed are medians, and ratios to `bare`: torchrun with a 15-line script (bare_ddp.py) of the same
-model, data and steps, which checks nothing. `local`: launch/local.sh, `torchrun`: torchrun -m ddp_examples.basic, both
-with all checks. `bare` now and then aborts at its end with gloo, and is run again then. `spawn`: torch.multiprocessing.spawn of the same script. Memory: the largest sum of PSS, sampled every
-0.2 s in an extra run.
+model, data and steps, which checks nothing; it aborts now and then at its end, with gloo, and is run again then.
+`local`: launch/local.sh, `torchrun`: torchrun -m ddp_examples.basic, both with all checks. `spawn`:
+torch.multiprocessing.spawn of bare_ddp.py. Memory: the largest sum of PSS, sampled every 0.2 s in an extra run.
 """
 
 import argparse

@@ -23,7 +23,8 @@ from typing import Dict, List, Tuple
 from torchrun import MARKER, ROOT, processes
 
 WAYS = ["term", "usr1", "rank", "kill"]
-SETTINGS = ["demo=train", "demo.epochs=6", "checkpoint.every_s=0.5", "report=report.json"]
+EPOCHS = 10
+SETTINGS = ["demo=train", f"demo.epochs={EPOCHS}", "checkpoint.every_s=0.5", "report=report.json"]
 
 
 def start(folder: Path, ranks: int, *more: str) -> "Tuple[subprocess.Popen[bytes], str]":
@@ -50,8 +51,8 @@ def interrupted(folder: Path, ranks: int, way: str, rng: random.Random) -> List[
     """Interrupt once, after some steps, and go on to the end; returns the statuses of the launcher."""
     statuses = []
     process, marker = start(folder, ranks, *["--max-restarts=3"] * (way == "rank"))
-    wait_for_training(folder, process)
-    time.sleep(rng.uniform(0, 4))
+    wait_for_epoch(rng.randint(1, EPOCHS - 3), folder, process)  # an epoch takes 0.2 s on one machine, 1 s on another
+    time.sleep(rng.uniform(0, 0.3))
     if way == "rank":
         victims = [pid for pid, name in processes(marker).items() if is_rank(pid, name)]
         for pid in victims[-1:]:
@@ -80,9 +81,9 @@ def is_rank(pid: int, name: str) -> bool:
     return "forkserver" in name and int(fields[3]) == pid
 
 
-def wait_for_training(folder: Path, process: "subprocess.Popen[bytes]") -> None:
+def wait_for_epoch(epoch: int, folder: Path, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + 120
-    while "epoch 1/" not in (folder / "log").read_text():
+    while f"epoch {epoch}/" not in (folder / "log").read_text():
         if process.poll() is not None or time.monotonic() > deadline:
             raise AssertionError((folder / "log").read_text())
         time.sleep(0.02)

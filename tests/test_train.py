@@ -47,6 +47,14 @@ def test_shifted_images_are_moved_by_at_most_a_pixel() -> None:
     assert moved.sum() == 200
 
 
+def test_who_waits_for_gradients_is_not_the_slow_rank() -> None:
+    ended = forked(2, "waiting")
+    (before, waited), (_, late) = json.loads(ended.output.splitlines()[-1])
+    assert before == 0
+    assert 0.02 < waited < 0.5
+    assert late < waited / 2
+
+
 def test_a_batch_that_can_not_be_shared_is_refused_with_the_nearest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,17 @@ def evaluate(model: nn.Module, data: Dataset[Any], group: Group) -> Tuple[float,
     return total(right) / max(1, counted), counted
 
 
+def gradient_wait_s(ddp: DistributedDataParallel) -> float:
+    """Seconds a step that this rank has waited for gradients when its backward pass was over; 0 before it is known.
+
+    The time of DDP's communication less what overlapped with the backward pass, as torch measures it: the mean of the
+    first 10 steps and every 100th (c10d's Logger, torch 2.6 to 2.13). A slow peer, and a slow network, make it rise.
+    """
+    facts: Dict[str, Any] = ddp._get_ddp_logging_data()
+    waited_ns = facts.get("avg_backward_comm_time", 0) - facts.get("avg_backward_compute_comm_overlap_time", 0)
+    return float(1e-9 * max(0, waited_ns))
+
+
 class Timer:
     """due() is true once every `every_s` seconds, on rank 0, whose clock decides for all; 0: never."""
 
