@@ -133,6 +133,14 @@ def test_the_majority_counts_more_than_what_is_new() -> None:
     assert odd[1] == [1]
 
 
+def test_ranks_are_told_in_order_however_their_trails_were_found() -> None:
+    """The kernel lists the files of a folder in any order."""
+    other, same = tail("optimizer step", "forward pass"), tail("optimizer step", "all_gather [1]")
+    odd = odd_one({3: same, 0: same, 1: other, 2: same})
+    assert odd is not None
+    assert [ranks for ranks, _ in odd[3]] == [[1], [0, 2, 3]]
+
+
 def test_trails_are_compared_where_they_overlap() -> None:
     assert odd_one({0: tail("a", "b"), 1: tail("b", "c", first=2)[:1]}) is None
     assert odd_one({0: SAME}) is None
