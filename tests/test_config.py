@@ -220,6 +220,7 @@ def test_help_lists_every_key_with_value_and_meaning() -> None:
         for key in key_types(demo.params()):
             row = next(line for line in rows if line.strip().startswith(key + " "))
             assert len(row.split(maxsplit=2)) == 3, f"{demo.name}: {key} has no meaning in its conf file"
+        assert next(line for line in rows if line.startswith("  demo ")).split()[1] == demo.name
 
 
 def test_comments_behind_keys() -> None:

@@ -81,6 +81,7 @@ def help_text(demo: DemoFile) -> str:
         for path in reversed(demo.conf_files(name)):
             for key, value, meaning in commented_keys(path.read_text(encoding="utf-8")):
                 keys[group + key] = (value, meaning or keys.get(group + key, ("", ""))[1])
+    keys["demo"] = (demo.name, keys["demo"][1])  # this one's help, whatever config.yaml takes where none is named
     rows = [("key", "value", "meaning"), *((key, *value) for key, value in keys.items())]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     table = [f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {meaning}".rstrip() for key, value, meaning in rows]
