@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator, List
@@ -447,3 +449,22 @@ def test_a_store_that_does_not_answer_is_the_loss_of_its_host_only_for_who_waits
 
 def test_start_errors_name_what_differs() -> None:
     assert str(StartError("batches a rank", 13, 12)) == "batches a rank: 13 here, 12 on the others"
+
+
+def test_a_store_that_is_slow_at_the_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 ranks on 2 busy cores wait longer for their connection than one may that is at work."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(sys.modules[Watch.__module__], "REPLY_S", 0.2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    servers: List[dist.TCPStore] = []
+    begin = partial(dist.TCPStore, "127.0.0.1", port, is_master=True, wait_for_workers=False)
+    serve = threading.Timer(1.0, lambda: servers.append(begin()))
+    serve.start()
+    watching = Watch(Ranks(0, 0, 2, 2, True), Progress(Trail()), None, "t", 60, 30)
+    watching.start()
+    serve.join()
+    assert watching._store.timeout == timedelta(seconds=0.2)
+    watching.stop(through=False)

@@ -32,6 +32,7 @@ from ddp_examples.core.trail import Entry, memory_use
 
 TAIL = 24  # entries of a rank's trail that it tells when it does not move
 REPLY_S = 5.0  # a store that takes longer does not answer
+BEGIN_S = 120.0  # at the start it may: 64 ranks that begin at once on 2 busy cores wait more than 5 s to be let in
 _HOST = socket.gethostname()
 
 
@@ -63,7 +64,9 @@ class Watch:
     def start(self) -> None:
         """Tell a first time, so that all have told before one can stop, and look from now on."""
         self._arm()
-        self._exchange(self._open(), self._beat(False))
+        store = self._open(BEGIN_S)
+        self._exchange(store, self._beat(False))
+        store.set_timeout(timedelta(seconds=REPLY_S))
         self._thread.start()
 
     def stop(self, through: bool) -> None:
@@ -117,11 +120,11 @@ class Watch:
             if stall:
                 self._end(stall)
 
-    def _open(self) -> Any:
+    def _open(self, patience_s: float = REPLY_S) -> Any:
         """A connection of our own: the main thread may wait in its one."""
         if self._store is None:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=REPLY_S))
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience_s))
             self._store = dist.PrefixStore(self._token, store)
         return self._store
 
