@@ -27,7 +27,7 @@ from ddp_examples.core.judge import Beat, Stall, judge, odd_one
 from ddp_examples.core.progress import Progress
 from ddp_examples.core.ranks import Ranks
 from ddp_examples.core.report import straggler
-from ddp_examples.core.trail import NO_GRADIENT, Entry, Trail
+from ddp_examples.core.trail import NO_GRADIENT, Entry, Trail, read_trails
 from ddp_examples.core.watch import Watch
 
 
@@ -135,10 +135,17 @@ def test_the_majority_counts_more_than_what_is_new() -> None:
     assert odd[1] == [1]
 
 
-def test_ranks_are_told_in_order_however_their_trails_were_found() -> None:
+def test_ranks_are_told_in_order_however_their_trails_were_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel lists the files of a folder in any order."""
-    other, same = tail("optimizer step", "forward pass"), tail("optimizer step", "all_gather [1]")
-    odd = odd_one({3: same, 0: same, 1: other, 2: same})
+    paths = [tmp_path / f"rank-{rank}.trail" for rank in (3, 0, 1, 2)]
+    for path in paths:
+        trail = Trail(path)
+        trail.note("optimizer step")
+        trail.note("forward pass" if path == paths[2] else "all_gather [1]")
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(paths))
+    odd = odd_one({rank: entries for rank, (_, entries) in read_trails(tmp_path).items()})
     assert odd is not None
     assert [ranks for ranks, _ in odd[3]] == [[1], [0, 2, 3]]
 

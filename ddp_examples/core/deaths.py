@@ -29,7 +29,7 @@ class Death:
 def dead_peers(folder: Path) -> List[Death]:
     """Ranks of this host whose process is dead; their trails, in the folder of the run, have the pids."""
     deaths = []
-    for rank, (head, _) in sorted(read_trails(folder).items()):
+    for rank, (head, _) in read_trails(folder).items():
         if head.get("host") == socket.gethostname() and head.get("pid") != os.getpid() and not head.get("left"):
             code = exit_code(int(head["pid"]))
             if code:

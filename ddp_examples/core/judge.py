@@ -113,7 +113,7 @@ def odd_one(tails: Dict[int, List[Entry]]) -> Optional[Tuple[str, List[int], int
 
     `tails` are the last entries of each rank. All ranks make the same ones in the same order, until one doesn't.
     """
-    by_number = {rank: {entry.number: entry for entry in tail} for rank, tail in sorted(tails.items()) if tail}
+    by_number = {rank: {entry.number: entry for entry in tail} for rank, tail in tails.items() if tail}
     if len(by_number) < 2:
         return None
     first = max(min(entries) for entries in by_number.values())

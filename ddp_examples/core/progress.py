@@ -92,7 +92,7 @@ class Progress:
             if not torch.is_grad_enabled():
                 return original(ddp, *inputs, **options)  # evaluation may be one rank's alone
             self._forward_passes += 1
-            self.trail.step = self._before + 1 + (self._made if self._steps else self._forward_passes - 1)
+            self.trail.step = self._before + 1 + (self._made or self._forward_passes - 1)
             self.trail.note("forward pass")
             output = original(ddp, *inputs, **options)
             if self._since is not None:

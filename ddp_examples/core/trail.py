@@ -81,7 +81,7 @@ class Trail:
         return _entries(self._map[HEAD:])
 
     def head(self, facts: Dict[str, Any]) -> None:
-        """Called by the watch thread, once a second: what it sees of the rank."""
+        """Called by the watch thread at each look: what it sees of the rank."""
         text = json.dumps(facts).encode()[: HEAD - 1] + b"\n"
         self._map[: len(text)] = text
 
@@ -114,9 +114,10 @@ def _entries(content: bytes) -> List[Entry]:
 
 
 def read_trails(folder: Path) -> Dict[int, Tuple[Dict[str, Any], List[Entry]]]:
-    """read_trail of each rank that has left one in the folder of the run."""
+    """read_trail of each rank that has left one in the folder of the run, in rank order: messages list ranks so."""
     paths = {path: path.name[len("rank-") : -len(".trail")] for path in folder.glob("rank-*.trail")}
-    return {int(rank): read_trail(path) for path, rank in paths.items() if rank.isdigit()}
+    ranks = sorted((int(rank), path) for path, rank in paths.items() if rank.isdigit())
+    return {rank: read_trail(path) for rank, path in ranks}
 
 
 def memory_use() -> int:
