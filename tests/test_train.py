@@ -6,6 +6,8 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Dict
 
 import pytest
 import torch
@@ -104,7 +106,10 @@ def test_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_stops_all_one_step_later(group: Group, number: signal.Signals) -> None:
+def test_a_signal_stops_all_one_step_later(
+    group: Group, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "EVERY_S", 0)
     before = signal.getsignal(number)
     with StopRequest(0) as request:
         assert request.agreed() is Wish.NONE
@@ -129,6 +134,38 @@ def test_a_wish_to_save_is_everybodys(group: Group) -> None:
         assert [request.agreed(True), request.agreed(), request.agreed()] == [Wish.NONE, Wish.SAVE, Wish.NONE]
 
 
+def wishes_of(
+    steps: int, step_s: float, save_at: int, stop_at: int, monkeypatch: pytest.MonkeyPatch
+) -> Dict[int, Wish]:
+    """What is agreed on after which of the steps, each of which takes `step_s` by a clock of our own."""
+    now = 0.0
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now))
+    wishes = {}
+    with StopRequest(0) as request:
+        for step in range(steps):
+            now += step_s
+            if step == stop_at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            wishes[step] = request.agreed(save=step == save_at)
+    monkeypatch.undo()
+    return {step: wish for step, wish in wishes.items() if wish}
+
+
+def test_short_steps_ask_every_tenth_of_a_second_and_lose_no_wish(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes = wishes_of(60, 0.0101, save_at=12, stop_at=31, monkeypatch=monkeypatch)  # asked at 0, 9, 18, 27, 36 ...
+    assert wishes == {19: Wish.SAVE, 37: Wish.STOP, 46: Wish.STOP, 55: Wish.STOP}
+
+
+def test_steps_of_no_time_ask_every_hundred(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wishes_of(250, 1e-6, save_at=1, stop_at=150, monkeypatch=monkeypatch) == {101: Wish.SAVE, 201: Wish.STOP}
+
+
+def test_long_steps_ask_each_time(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wishes_of(5, 0.06, save_at=1, stop_at=3, monkeypatch=monkeypatch) == {2: Wish.SAVE, 4: Wish.STOP}
+
+
 def test_timer(group: Group) -> None:
     timer = training.Timer(group, 0.05)
     assert not timer.due()
@@ -151,8 +188,10 @@ def test_meter_counts_training_only_and_after_warm_up(group: Group, tmp_path: Pa
         time.sleep(0.01)
         watched.stepped(torch.tensor(1.0), 8)
     assert 100 < watched.samples_per_s() < 8 / 0.01
+    speed = watched.samples_per_s()
     watched.note("epoch 1", loss=0.5)
     watched.close()
+    assert watched.samples_per_s() == speed  # what comes after the last step, final checks for one, is no training
     [line] = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (line["step"], line["loss"]) == (10, 0.5)
     assert watched.summary()["evaluation_seconds"] == pytest.approx(0.5, abs=0.2)

@@ -269,18 +269,18 @@ def total(value: float) -> float:
     return tensor.item()
 
 
-def start_max(value: float) -> Callable[[], float]:
-    """Begin to find the largest of the numbers that the ranks have; the function that is returned waits for it.
+def start_max(*values: float) -> Callable[[], List[float]]:
+    """Begin to find, of each of the numbers, the largest that a rank has; the function that is returned waits for it.
 
     Collective. It may be called some steps later: the answer comes while other work is done.
     """
-    tensor = torch.tensor(value, dtype=torch.float64)
+    tensor = torch.tensor(values, dtype=torch.float64)
     _kept.append([tensor])
     work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
 
-    def result() -> float:
+    def result() -> List[float]:
         work.wait()
-        return tensor.item()
+        return tensor.tolist()
 
     return result
 

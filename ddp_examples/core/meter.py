@@ -28,6 +28,7 @@ class Meter:
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8") if group.is_main else None
         self._board = _tensorboard(folder) if group.is_main else None
         self._counted_from: Optional[float] = None
+        self._until = 0.0  # the end of the last step: what comes after it, final checks for one, is no training
         self._steps = 0
         self._samples = 0
         self._shown = 0.0
@@ -37,8 +38,9 @@ class Meter:
         """The mean loss of this rank, looked at now and then, as that waits for the GPU; the samples of all ranks."""
         self._step += 1
         self._steps += 1
+        self._until = time.perf_counter() - sum(self.apart_s.values())
         if self._steps == WARM_UP:
-            self._counted_from = time.perf_counter() - sum(self.apart_s.values())
+            self._counted_from = self._until
         elif self._steps > WARM_UP:
             self._samples += samples
         if self._live and time.perf_counter() - self._shown > 0.2:
@@ -52,7 +54,7 @@ class Meter:
         return f"epoch {epoch}  step {self._step}/{self._last}  loss {loss:.4f}  {speed:.0f} samples/s{left}"
 
     def _seconds(self) -> float:
-        return time.perf_counter() - sum(self.apart_s.values()) - (self._counted_from or 0)
+        return self._until - (self._counted_from or 0)
 
     def _steps_per_s(self) -> float:
         return (self._steps - WARM_UP) / self._seconds()
